@@ -1,0 +1,190 @@
+"""The contracts third parties implement: one concept each.
+
+``StorageBackend`` is one tier's store, ``Recomputer`` the half of an engine that restoration needs,
+``Engine`` the whole of it. Nothing here does any work.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeAlias
+
+from cacheflow.types import Claim, TileWork
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from cacheflow.types import (
+        Capabilities,
+        ChunkInfo,
+        ChunkKey,
+        ComputeBatch,
+        ComputeDone,
+        KVLayout,
+        ObjectKey,
+        Read,
+        Segment,
+        Span,
+        StagedPart,
+        TileGrid,
+        TransferResult,
+        Write,
+    )
+
+__all__ = ["ClaimLayer", "Engine", "Recomputer", "StorageBackend"]
+
+ClaimLayer: TypeAlias = Callable[[TileWork, int], Claim]
+"""Asked by the compute thread right before each layer; answers within microseconds."""
+
+
+class StorageBackend(ABC):
+    """One tier's store of objects. All methods batch; results are per key, misses are values.
+
+    A backend moves bytes and never interprets a payload; the restorer verifies. Every method may be
+    cancelled at any await. A buffer's hold is acquired before the first await of the call that was
+    given it and released only when no one can touch the buffer any more. Used from one event loop.
+    """
+
+    name: ClassVar[str]
+    """Registry name, e.g. ``nvme``."""
+    capabilities: Capabilities
+
+    @classmethod
+    @abstractmethod
+    async def open(cls, options: Mapping[str, object]) -> Self:
+        """Open the store described by ``options`` (the backend's own settings model).
+
+        Raises:
+            ConfigError: an option is unknown or unusable; the message names it.
+            IntegrityError: what lies there is not a store of this kind or version.
+        """
+
+    @abstractmethod
+    async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
+        """All stored objects of each chunk, with their ranges and tables; empty for a miss.
+
+        An object is listed only if :meth:`load` can read it now (same validity rule).
+        """
+
+    @abstractmethod
+    def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+        """Run the reads; yield each as it ends, in any order. Storage errors are results.
+
+        Closing the iterator early abandons the rest: queued reads are dropped, running ones end on
+        their own and release their holds then.
+        """
+
+    @abstractmethod
+    async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
+        """Store whole objects, visible only when complete; results in the order given.
+
+        An existing object of the same key is replaced atomically.
+        """
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Remove objects; True where there was one. Reads already running still see old bytes."""
+
+    @abstractmethod
+    def scan(self) -> AsyncIterator[ChunkInfo]:
+        """Every valid object in the store, in any order: how an index is rebuilt."""
+
+    @abstractmethod
+    async def used_bytes(self) -> int:
+        """Bytes the stored objects take from the backend's capacity."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release everything, in bounded time even with I/O hung. Idempotent."""
+
+
+class Recomputer(Protocol):
+    """The engine's side of a restore: owns the KV cache and the hidden states.
+
+    Requests are addressed by id. All methods are called on the event loop and must not block it.
+    """
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def grid(self) -> TileGrid: ...
+
+    @property
+    def grid_id(self) -> str:
+        """Names everything that decides bits: grid, torch, device, attention, threads, TP."""
+        ...
+
+    async def open(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Make room for ``tokens`` (the whole prompt) and remember them.
+
+        Raises:
+            CapacityError: no KV memory is left.
+            ConfigError: the prompt is empty or longer than the model's context.
+        """
+        ...
+
+    async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
+        """Push tiles through layers, asking ``claim`` before each; stop where it refuses.
+
+        A tile stopped before its last layer stays paused with its hidden state. On a GPU "claimed"
+        means enqueued: claims run at most two layers ahead of the device.
+        """
+        ...
+
+    async def publish(self, request_id: str, parts: Sequence[StagedPart]) -> None:
+        """Copy verified bytes into the KV cache. On return the staging memory may be reused and
+        any compute enqueued later sees the cells."""
+        ...
+
+    async def capture(self, request_id: str, parts: Sequence[StagedPart]) -> None:
+        """Copy cells out of the KV cache into writable staging views (the way back)."""
+        ...
+
+    async def discard(self, request_id: str, tile: int) -> None:
+        """Drop a paused tile's hidden state."""
+        ...
+
+    async def close(self, request_id: str) -> None:
+        """Forget the request and free its KV. Waits for compute that still writes it."""
+        ...
+
+
+class Engine(Recomputer, Protocol):
+    """A recomputer that also serves: it samples tokens and names its model."""
+
+    @property
+    def identity(self) -> Mapping[str, str | int]:
+        """What the key root binds: config, weights digest, adapter, KV dtype, layout, rope."""
+        ...
+
+    @property
+    def layer_flops(self) -> tuple[float, float]:
+        """``(linear, attention)`` FLOPs of one layer: per token, and per token and key position."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """The model's context length in tokens."""
+        ...
+
+    def segments(self, request_id: str) -> tuple[Segment, ...]:
+        """How the tokens that are in the KV cache were computed (or loaded), in order."""
+        ...
+
+    def set_segments(self, request_id: str, tokens: Span, segments: Sequence[Segment]) -> None:
+        """Record the provenance of loaded tokens."""
+        ...
+
+    async def first_token(self, request_id: str) -> int:
+        """Greedy token after the last prompt token; the suffix must have been computed."""
+        ...
+
+    async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
+        """Append one token to each request and return the next greedy token of each."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop the compute thread and free the KV cache. Idempotent."""
+        ...

@@ -1,0 +1,8 @@
+"""Measured costs: what a tile costs to compute and a byte costs to load, learned online."""
+
+from __future__ import annotations
+
+from cacheflow.costs.channel import ChannelModel
+from cacheflow.costs.compute import ComputeModel
+
+__all__ = ["ChannelModel", "ComputeModel"]

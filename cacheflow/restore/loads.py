@@ -1,0 +1,142 @@
+"""The load driver of one channel: keeps it as busy as the scheduler wants."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from cacheflow.errors import CacheFlowError
+from cacheflow.restore.tasks import to_the_end
+from cacheflow.restore.transfer import LoadFailed, fetch, lay_out, published_parts, verify_pieces
+from cacheflow.types import LoadEnded, LoadOutcome, Published
+
+if TYPE_CHECKING:
+    from cacheflow.memory import Lease
+    from cacheflow.restore.request import Job
+    from cacheflow.restore.restorer import Restorer
+    from cacheflow.restore.transfer import Piece
+    from cacheflow.types import Load
+
+__all__ = ["LoadDriver"]
+
+_log = logging.getLogger(__name__)
+
+
+class LoadDriver:
+    """Starts loads on one channel and sees each through to its end."""
+
+    def __init__(self, restorer: Restorer, channel: str) -> None:
+        self._restorer = restorer
+        self._channel = channel
+        self._wake = asyncio.Event()
+
+    def kick(self) -> None:
+        """Something changed: ask the scheduler again."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        restorer = self._restorer
+        while True:
+            self._wake.clear()
+            load = restorer.scheduler.next_load(self._channel, restorer.clock.now())
+            if load is None:
+                await self._wake.wait()
+                continue
+            job = restorer.job(load.request_id)
+            assert job is not None, "the scheduler only loads for admitted requests"
+            restorer.spawn(job, restorer.group.create_task(self._run(load, job)))
+
+    async def _run(self, load: Load, job: Job) -> None:
+        """One load; its end is always told to the scheduler, whatever happens."""
+        restorer = self._restorer
+        start = restorer.clock.now()
+        outcome, reason = LoadOutcome.CANCELLED, ""
+        lost: tuple[int, ...] = ()
+        granted: int | None = None
+        try:
+            async with asyncio.timeout(restorer.load_deadline):
+                with await restorer.pool.lease(load.nbytes, self._channel) as lease:
+                    pieces = await self._fetch_verified(load, job, lease)
+                    layers = restorer.scheduler.commit(load)
+                    if layers:
+                        await self._publish(load, pieces, layers)
+                    granted = layers
+            outcome = LoadOutcome.PUBLISHED if granted else LoadOutcome.DROPPED
+        except LoadFailed as error:
+            outcome, reason, lost = error.outcome, str(error), error.chunks
+        except TimeoutError:
+            outcome, lost = LoadOutcome.LATE, load.chunks
+            reason = f"not there after {restorer.load_deadline:g} s (setting load_deadline)"
+        except (CacheFlowError, OSError) as error:
+            outcome, reason, lost = LoadOutcome.FAILED, str(error), load.chunks
+        finally:
+            self._end(load, job, granted, lost, outcome)
+            stop = restorer.clock.now()
+            restorer.emit(_ended(load, start, stop, outcome, reason))
+            restorer.changed(load.request_id)
+
+    async def _fetch_verified(self, load: Load, job: Job, lease: Lease) -> list[Piece]:
+        pieces = lay_out(load, job.located[self._channel], lease)
+        await fetch(self._restorer.channels[self._channel], pieces)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._restorer.verifiers, verify_pieces, pieces)
+        return pieces
+
+    async def _publish(self, load: Load, pieces: list[Piece], layers: int) -> None:
+        restorer = self._restorer
+        start = restorer.clock.now()
+        stride = restorer.recomputer.layout.layer_stride()
+        try:
+            parts = published_parts(pieces, layers, stride)
+            publish = restorer.recomputer.publish(load.request_id, parts)
+            await to_the_end(restorer.group.create_task(publish))
+        except Exception as error:  # the KV cache may be half written: the request cannot go on
+            restorer.fail(load.request_id, error)
+            raise LoadFailed(LoadOutcome.FAILED, load.chunks, str(error)) from error
+        nbytes = sum(len(part.view) for part in parts)
+        stop = restorer.clock.now()
+        event = Published(load.request_id, load.tile, load.layers, nbytes, start, stop)
+        restorer.emit(event)
+
+    def _end(
+        self,
+        load: Load,
+        job: Job,
+        granted: int | None,
+        lost: tuple[int, ...],
+        outcome: LoadOutcome,
+    ) -> None:
+        scheduler, now = self._restorer.scheduler, self._restorer.clock.now()
+        if granted is None:
+            late = outcome is LoadOutcome.LATE
+            scheduler.failed(load, now, chunks=lost, late=late)
+            job.failed += outcome is not LoadOutcome.CANCELLED
+            if lost:
+                _log.warning(
+                    "%s: load of %d chunks failed (%s); recomputing instead",
+                    load.channel,
+                    len(lost),
+                    outcome.value,
+                )
+            return
+        scheduler.loaded(load, granted, now)
+        job.dropped += granted == 0
+        chunk_cells = granted.bit_count() * len(load.chunks) * job.spec.chunk_tokens
+        job.loaded[load.channel] = job.loaded.get(load.channel, 0) + chunk_cells
+
+
+def _ended(load: Load, start: float, stop: float, outcome: LoadOutcome, reason: str) -> LoadEnded:
+    return LoadEnded(
+        request_id=load.request_id,
+        channel=load.channel,
+        tile=load.tile,
+        layers=load.layers,
+        chunks=len(load.chunks),
+        nbytes=load.nbytes,
+        start=start,
+        stop=stop,
+        outcome=outcome,
+        reason=reason,
+    )

@@ -1,0 +1,141 @@
+"""A restore from the outside (what is asked, what came of it) and its bookkeeping inside."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cacheflow.types import RequestSpec, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cacheflow.tiers import Located
+    from cacheflow.types import ChunkKey, KVLayout, TileGrid
+
+__all__ = ["Job", "Restoration", "RestoreRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """Tokens whose KV is wanted, and the keys of the whole chunks among them."""
+
+    id: str
+    tokens: Sequence[int]
+    keys: Sequence[ChunkKey]
+    arrival: float
+    resident: int = 0
+    """Leading tokens whose KV the engine still has: only what follows is computed."""
+
+    def spec(self, layout: KVLayout, grid: TileGrid) -> RequestSpec:
+        """Positions only. At least the last token is always computed, so a prompt that is stored
+        as a whole restores all chunks but the one with the last token."""
+        chunk = layout.chunk_tokens
+        total = len(self.tokens)
+        usable = 0 if self.resident else min(len(self.keys), (total - 1) // chunk)
+        prefix = usable * chunk
+        return RequestSpec(
+            id=self.id,
+            arrival=self.arrival,
+            prefix_tokens=prefix,
+            total_tokens=total,
+            chunk_tokens=chunk,
+            num_layers=layout.num_layers,
+            tiles=grid.split(0, prefix),
+            suffix=grid.split(max(prefix, self.resident), total),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """What a restore did. Times are seconds since the request's arrival."""
+
+    request_id: str
+    policy: str
+    prefix_tokens: int
+    suffix_tokens: int
+    restored_seconds: float
+    """Until the last cell of the prefix was ready."""
+    computed_seconds: float
+    """Until the suffix was computed as well."""
+    recomputed_cells: int
+    """Token-layers of the prefix that were recomputed."""
+    loaded_cells: dict[str, int]
+    """Token-layers loaded, by channel."""
+    failed_loads: int
+    dropped_loads: int
+    """Verified loads whose cells recompute had taken first."""
+    segments: tuple[Segment, ...] = ()
+    """Provenance of the restored prefix."""
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the prefix's token-layers that was recomputed (0 without a prefix)."""
+        total = self.recomputed_cells + sum(self.loaded_cells.values())
+        return self.recomputed_cells / total if total else 0.0
+
+
+@dataclass(slots=True)
+class Job:
+    """A request in progress; owned by the loop."""
+
+    request: RestoreRequest
+    spec: RequestSpec
+    done: asyncio.Future[None]
+    located: dict[str, Located] = field(default_factory=dict)
+    loads: set[asyncio.Task[None]] = field(default_factory=set)
+    computing: bool = False
+    restored_at: float | None = None
+    recomputed: set[tuple[int, int]] = field(default_factory=set)
+    """Cells ``(tile, layer)`` that recompute wrote; added to by the compute thread only."""
+    loaded: dict[str, int] = field(default_factory=dict)
+    failed: int = 0
+    dropped: int = 0
+
+    @property
+    def recomputed_cells(self) -> int:
+        """Token-layers of the prefix that recompute wrote."""
+        return sum(self.spec.tiles[tile].width for tile, _ in self.recomputed)
+
+    def provenance(self) -> list[Segment]:
+        """How the restored prefix was computed: recomputed tiles, and what loaded chunks record."""
+        segments: set[Segment] = set()
+        for t, tile in enumerate(self.spec.tiles):
+            layers = sum((t, layer) in self.recomputed for layer in range(self.spec.num_layers))
+            if layers == self.spec.num_layers:
+                segments.add(Segment(tile.start, tile.stop, tile.width))
+                continue
+            for start in range(tile.start, tile.stop, self.spec.chunk_tokens):
+                segments.update(self._recorded(start))
+        return _without_overlap(sorted(segments))
+
+    def _recorded(self, start: int) -> list[Segment]:
+        """Segments recorded for the chunk at ``start``, by the first channel that has it."""
+        chunk, stop = start // self.spec.chunk_tokens, start + self.spec.chunk_tokens
+        for located in self.located.values():
+            for info in located.chunks[chunk]:
+                pieces = (
+                    s for s in info.segments if s.start < stop and start < s.stop
+                )
+                return [
+                    Segment(s.start, min(s.stop, self.spec.prefix_tokens), s.width)
+                    for s in pieces
+                ]
+        return []
+
+
+def _without_overlap(segments: list[Segment]) -> list[Segment]:
+    """Chunks of different histories can claim the same tokens: cut, so that neither looks whole."""
+    result: list[Segment] = []
+    edge = 0
+    for segment in segments:
+        if segment.start < edge and result:
+            last = result.pop()
+            if last.start < segment.start:
+                result.append(Segment(last.start, segment.start, last.width))
+            if segment.stop <= edge:
+                segment = Segment(segment.start, edge, segment.width)
+        result.append(segment)
+        edge = max(edge, segment.stop)
+    return result

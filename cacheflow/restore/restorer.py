@@ -1,0 +1,248 @@
+"""The restorer: one compute driver, one driver a channel, any number of requests at once.
+
+Asks the scheduler what to begin, begins it, and tells it what ended. Everything runs inside one
+task group that lives as long as the ``async with``: nothing outlives it but buffers whose I/O is
+still running, which belong to the staging pool's quarantine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, Self
+
+from cacheflow.clock import SystemClock
+from cacheflow.errors import CacheFlowError, ClosedError
+from cacheflow.restore.compute import ComputeDriver
+from cacheflow.restore.loads import LoadDriver
+from cacheflow.restore.request import Job, Restoration, RestoreRequest
+from cacheflow.restore.tasks import to_the_end
+from cacheflow.tiers import locate
+from cacheflow.types import LookedUp, RestoreEnded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cacheflow.abc import Recomputer, StorageBackend
+    from cacheflow.clock import Clock
+    from cacheflow.memory import StagingPool
+    from cacheflow.scheduling import BatchScheduler, Policy
+    from cacheflow.types import Event, Observer
+
+__all__ = ["Restorer"]
+
+_log = logging.getLogger(__name__)
+
+_LOOKUP_GRACE: Final = 0.01
+"""Compute waits this long for lookups: a layer begun on nothing known cannot be taken back."""
+_VERIFIERS: Final = 2
+
+
+class Restorer:
+    """Restores requests on one engine from any number of channels.
+
+    ``load_deadline``: seconds after which a load counts as failed and its channel is not waited
+    for again by that request. ``observer`` gets every event and cannot disturb anything.
+    """
+
+    def __init__(
+        self,
+        recomputer: Recomputer,
+        scheduler: BatchScheduler,
+        channels: Mapping[str, StorageBackend],
+        pool: StagingPool,
+        *,
+        clock: Clock | None = None,
+        load_deadline: float = 30.0,
+        observer: Observer | None = None,
+    ) -> None:
+        self.recomputer = recomputer
+        self.scheduler = scheduler
+        self.channels = dict(channels)
+        self.pool = pool
+        self.clock = clock or SystemClock()
+        self.load_deadline = load_deadline
+        self._observer = observer
+        self._jobs: dict[str, Job] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._drivers: list[asyncio.Task[None]] = []
+        self.verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="cacheflow-verify")
+        self._compute = ComputeDriver(self)
+        self._loads = [LoadDriver(self, name) for name in self.channels]
+
+    async def __aenter__(self) -> Self:
+        self._group = await asyncio.TaskGroup().__aenter__()
+        for driver in (self._compute, *self._loads):
+            self._drivers.append(self._group.create_task(driver.run()))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        group, self._group = self._group, None
+        for job in list(self._jobs.values()):
+            self.fail(job.spec.id, ClosedError("the restorer was closed during a restore"))
+        await asyncio.gather(*(self._settle(job) for job in list(self._jobs.values())))
+        for task in self._drivers:
+            task.cancel()
+        if group is not None:
+            await group.__aexit__(None, None, None)
+        self.verifiers.shutdown(wait=False)
+
+    async def run(self, request: RestoreRequest, policy: Policy) -> Restoration:
+        """Restore the prefix and compute the suffix; the engine must have the request open.
+
+        Cancelling takes the request back at once, whatever is in flight: on return nothing of it
+        is left but quarantined staging memory.
+
+        Raises:
+            ClosedError: the restorer is not running.
+            Exception: whatever the engine raised; storage failures become recompute instead.
+        """
+        group = self._group
+        if group is None:
+            raise ClosedError("the restorer is not running; use it inside 'async with'")
+        job = self._admit(request, policy)
+        try:
+            asking = group.create_task(self._look_up(job, policy))
+            job.loads.add(asking)
+            asking.add_done_callback(job.loads.discard)
+            await job.done
+        except BaseException as error:
+            outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
+            self._announce(job, policy, outcome)
+            raise
+        finally:
+            await to_the_end(group.create_task(self._settle(job)))
+        self._announce(job, policy, "restored")
+        return self._result(job, policy)
+
+    # -- what the drivers use ------------------------------------------------------------------
+
+    def job(self, request_id: str) -> Job | None:
+        """The request's bookkeeping while it runs."""
+        return self._jobs.get(request_id)
+
+    def spawn(self, job: Job, work: asyncio.Task[None]) -> None:
+        """Tie a task to a request, so that cancelling the request ends it."""
+        job.loads.add(work)
+        work.add_done_callback(job.loads.discard)
+
+    @property
+    def group(self) -> asyncio.TaskGroup:
+        """Where all tasks live."""
+        if self._group is None:
+            raise ClosedError("the restorer is closing")
+        return self._group
+
+    def changed(self, request_id: str) -> None:
+        """Something ended: see whether the request is done, and let every driver look again."""
+        job = self._jobs.get(request_id)
+        if job is not None and not job.done.done():
+            if job.restored_at is None and self.scheduler.restored(request_id):
+                job.restored_at = self.clock.now()
+            if not job.computing and self.scheduler.finished(request_id):
+                job.done.set_result(None)
+        self._compute.kick()
+        for driver in self._loads:
+            driver.kick()
+
+    def fail(self, request_id: str, error: BaseException) -> None:
+        """End the request with ``error``."""
+        self.scheduler.cancel(request_id)
+        job = self._jobs.get(request_id)
+        if job is not None and not job.done.done():
+            job.done.set_exception(error)
+
+    def emit(self, event: Event) -> None:
+        """Tell the observer; its failures are logged and never reach a request."""
+        if self._observer is not None:
+            try:
+                self._observer(event)
+            except Exception:  # an observer must not be able to break serving (promise 9)
+                _log.exception("an observer failed on %s", type(event).__name__)
+
+    # -- one request ---------------------------------------------------------------------------
+
+    def _admit(self, request: RestoreRequest, policy: Policy) -> Job:
+        spec = request.spec(self.recomputer.layout, self.recomputer.grid)
+        job = Job(request, spec, asyncio.get_running_loop().create_future())
+        grace = _LOOKUP_GRACE if self._will_look(job, policy) else 0.0
+        self.scheduler.admit(spec, policy, compute_from=self.clock.now() + grace)
+        self._jobs[spec.id] = job
+        self.changed(spec.id)
+        return job
+
+    def _will_look(self, job: Job, policy: Policy) -> bool:
+        return bool(self.channels) and job.spec.prefix_tokens > 0 and policy.load(0.0, 1.0)
+
+    async def _look_up(self, job: Job, policy: Policy) -> None:
+        if self._will_look(job, policy):
+            await asyncio.gather(*(self._ask(job, name) for name in self.channels))
+        self.scheduler.start_compute(job.spec.id)
+        self.changed(job.spec.id)
+
+    async def _ask(self, job: Job, name: str) -> None:
+        """Coverage of one tier, as soon as it answers; a tier that fails has nothing."""
+        chunks = job.spec.prefix_tokens // job.spec.chunk_tokens
+        start, found, reason = self.clock.now(), 0, ""
+        try:
+            async with asyncio.timeout(self.load_deadline):
+                layout = self.recomputer.layout
+                keys = job.request.keys[:chunks]
+                located = await locate(name, self.channels[name], keys, layout)
+        except (CacheFlowError, OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            _log.warning("tier %s: lookup failed, going on without it: %s", name, reason)
+        else:
+            found = located.found
+            job.located[name] = located
+            self.scheduler.extend_coverage(job.spec.id, located.coverage(layout))
+            self.changed(job.spec.id)
+        stop = self.clock.now()
+        self.emit(LookedUp(job.spec.id, name, chunks, found, start, stop, reason))
+
+    async def _settle(self, job: Job) -> None:
+        """Take the request out: no task, claim or hidden state of it is left afterwards."""
+        self.scheduler.cancel(job.spec.id)
+        for task in list(job.loads):
+            task.cancel()
+        if job.loads:
+            await asyncio.wait(list(job.loads))
+        await self._compute.idle(job)
+        for tile in self.scheduler.paused_tiles(job.spec.id):
+            await self.recomputer.discard(job.spec.id, tile)
+        self.scheduler.remove(job.spec.id)
+        self._jobs.pop(job.spec.id, None)
+
+    def _result(self, job: Job, policy: Policy) -> Restoration:
+        arrival = job.request.arrival
+        restored = job.restored_at if job.restored_at is not None else self.clock.now()
+        return Restoration(
+            request_id=job.spec.id,
+            policy=policy.name,
+            prefix_tokens=job.spec.prefix_tokens,
+            suffix_tokens=sum(piece.width for piece in job.spec.suffix),
+            restored_seconds=restored - arrival,
+            computed_seconds=self.clock.now() - arrival,
+            recomputed_cells=job.recomputed_cells,
+            loaded_cells=dict(job.loaded),
+            failed_loads=job.failed,
+            dropped_loads=job.dropped,
+            segments=tuple(job.provenance()),
+        )
+
+    def _announce(self, job: Job, policy: Policy, outcome: str) -> None:
+        now = self.clock.now()
+        self.emit(
+            RestoreEnded(
+                request_id=job.spec.id,
+                policy=policy.name,
+                outcome=outcome,
+                arrival=job.request.arrival,
+                restored=job.restored_at if job.restored_at is not None else now,
+                stop=now,
+                prefix_tokens=job.spec.prefix_tokens,
+                suffix_tokens=sum(piece.width for piece in job.spec.suffix),
+                cells={"recompute": job.recomputed_cells, **job.loaded},
+            )
+        )

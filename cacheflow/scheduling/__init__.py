@@ -1,0 +1,8 @@
+"""The pure decision core: no asyncio, no torch, no I/O; time comes in as an argument."""
+
+from __future__ import annotations
+
+from cacheflow.scheduling.batch import BatchScheduler
+from cacheflow.scheduling.policies import POLICIES, Policy, load_policy
+
+__all__ = ["POLICIES", "BatchScheduler", "Policy", "load_policy"]

@@ -1,0 +1,257 @@
+"""The public facade: an engine, its tiers and a restorer, and sessions that generate with them.
+
+::
+
+    async with CacheFlow.open(settings, engine=engine) as flow:
+        session = flow.session("agent-7")
+        async for token in session.generate(prompt):
+            ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from cacheflow.clock import SystemClock
+from cacheflow.costs import ComputeModel
+from cacheflow.errors import ConfigError
+from cacheflow.kv import chunk_keys, key_root
+from cacheflow.memory import StagingPool
+from cacheflow.registry import load_backend
+from cacheflow.restore import Restoration, Restorer, RestoreRequest
+from cacheflow.restore.saver import Saver
+from cacheflow.scheduling import BatchScheduler, load_policy
+from cacheflow.settings import Settings
+from cacheflow.types import Span
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection, Sequence
+
+    from cacheflow.abc import Engine, StorageBackend
+    from cacheflow.clock import Clock
+    from cacheflow.restore.saver import Saved
+    from cacheflow.types import ChunkKey, Observer
+
+__all__ = ["CacheFlow", "Generation", "Session"]
+
+
+@dataclass(slots=True)
+class Generation:
+    """What a :meth:`Session.generate` did, filled in as it goes."""
+
+    restoration: Restoration | None = None
+    ttft_seconds: float | None = None
+    """From arrival to the first token."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was resident or restored; the rest was computed as suffix."""
+    saved: dict[str, Saved] | None = None
+
+
+class CacheFlow:
+    """Owns the backends, the staging pool and the restorer of one engine. Use :meth:`open`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        backends: dict[str, StorageBackend],
+        restorer: Restorer,
+        saver: Saver,
+        clock: Clock,
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.backends = backends
+        self.restorer = restorer
+        self.clock = clock
+        self._saver = saver
+        self._sessions: dict[str, Session] = {}
+        self._root = key_root(engine.identity, settings.salt_bytes)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        settings: Settings | None = None,
+        *,
+        engine: Engine,
+        backends: dict[str, StorageBackend] | None = None,
+        observer: Observer | None = None,
+    ) -> AsyncIterator[CacheFlow]:
+        """Open the tiers of ``settings`` (or take ``backends``, which stay the caller's).
+
+        Raises:
+            ConfigError: a setting, a tier or the model cannot be used; says which and why.
+            IntegrityError: a tier's folder holds something else.
+        """
+        settings = settings or Settings()
+        clock = SystemClock()
+        async with AsyncExitStack() as stack:
+            if backends is None:
+                backends = await _open_tiers(settings, stack)
+            pool = StagingPool(settings.staging_bytes)
+            stack.push_async_callback(pool.aclose)
+            scheduler = BatchScheduler(
+                ComputeModel(*engine.layer_flops),
+                clock,
+                max_load_bytes=settings.staging_bytes // 8,
+            )
+            restorer = Restorer(
+                engine,
+                scheduler,
+                backends,
+                pool,
+                clock=clock,
+                load_deadline=settings.load_deadline,
+                observer=observer,
+            )
+            await stack.enter_async_context(restorer)
+            saver = Saver(engine, backends, pool, clock, restorer.emit)
+            stack.callback(saver.close)
+            flow = cls(settings, engine, backends, restorer, saver, clock)
+            stack.push_async_callback(flow.forget)
+            yield flow
+
+    def session(self, session_id: str) -> Session:
+        """The session called ``session_id``, new or known."""
+        if session_id not in self._sessions:
+            self._sessions[session_id] = Session(self, session_id)
+        return self._sessions[session_id]
+
+    def keys(self, tokens: Sequence[int]) -> tuple[ChunkKey, ...]:
+        """Keys of the whole chunks of ``tokens`` under this model and salt."""
+        return chunk_keys(self._root, tokens, self.engine.layout.chunk_tokens)
+
+    async def forget(self) -> None:
+        """Drop the KV of every session from memory; what is stored stays."""
+        for session in list(self._sessions.values()):
+            await session.forget()
+
+
+class Session:
+    """One conversation. Its KV stays in memory between turns until :meth:`forget`."""
+
+    def __init__(self, flow: CacheFlow, session_id: str) -> None:
+        self.id = session_id
+        self._flow = flow
+        self._turns = count(1)
+        self._request: str | None = None
+        self._tokens: list[int] = []
+        """Tokens whose KV the engine holds."""
+        self._busy = asyncio.Lock()
+
+    @property
+    def resident_tokens(self) -> int:
+        """Tokens of this session whose KV is in memory."""
+        return len(self._tokens)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        stop_tokens: Collection[int] = (),
+        policy: str | None = None,
+        save: bool = True,
+        report: Generation | None = None,
+    ) -> AsyncIterator[int]:
+        """Greedy tokens after ``prompt`` (the whole history), as they are made.
+
+        What is resident is used, what is stored is restored, the rest is computed; afterwards the
+        whole chunks of the history are stored (``save``). Abandoning the iterator keeps the session
+        usable: it forgets its resident KV.
+
+        Raises:
+            ConfigError: the prompt is empty, too long for the model, or holds an impossible token.
+            CapacityError: the engine has no KV memory left.
+        """
+        report = report if report is not None else Generation()
+        arrival = self._flow.clock.now()
+        self._check(prompt, max_new_tokens)
+        keys = self._flow.keys(prompt)
+        async with self._busy:
+            try:
+                request_id, resident = await self._open(prompt)
+                await self._restore(request_id, prompt, keys, arrival, resident, policy, report)
+                token = await self._flow.engine.first_token(request_id)
+                report.ttft_seconds = self._flow.clock.now() - arrival
+                for made in range(1, max_new_tokens + 1):
+                    yield token
+                    if token in stop_tokens or made == max_new_tokens:
+                        break
+                    self._tokens.append(token)
+                    token = (await self._flow.engine.decode([request_id], [token]))[0]
+                if save:
+                    report.saved = await self._save(request_id)
+            except BaseException:
+                # Half a turn is in the KV cache: what the engine holds is no longer known.
+                await self.forget()
+                raise
+
+    async def forget(self) -> None:
+        """Drop the KV from memory; what is stored stays."""
+        request_id, self._request = self._request, None
+        self._tokens = []
+        if request_id is not None:
+            await self._flow.engine.close(request_id)
+
+    def _check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        if not len(prompt):
+            raise ConfigError("the prompt is empty: give at least one token")
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        longest = self._flow.engine.max_tokens
+        if len(prompt) + max_new_tokens - 1 > longest:
+            raise ConfigError(
+                f"prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} do not fit "
+                f"the model's context of {longest} tokens: shorten one of them"
+            )
+
+    async def _open(self, prompt: Sequence[int]) -> tuple[str, int]:
+        """Continue the resident request if the prompt extends it, else open a new one."""
+        held = len(self._tokens)
+        if self._request and 0 < held < len(prompt) and list(prompt[:held]) == self._tokens:
+            await self._flow.engine.extend(self._request, prompt[held:])
+            return self._request, held
+        await self.forget()
+        self._request = f"{self.id}/{next(self._turns)}"
+        await self._flow.engine.open(self._request, prompt)
+        return self._request, 0
+
+    async def _restore(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        keys: Sequence[ChunkKey],
+        arrival: float,
+        resident: int,
+        policy: str | None,
+        report: Generation,
+    ) -> None:
+        request = RestoreRequest(request_id, prompt, keys, arrival, resident)
+        chosen = load_policy(policy or self._flow.settings.policy)
+        restoration = await self._flow.restorer.run(request, chosen)
+        if restoration.prefix_tokens:
+            span = Span(0, restoration.prefix_tokens)
+            self._flow.engine.set_segments(request_id, span, restoration.segments)
+        self._tokens = list(prompt)
+        report.restoration = restoration
+        report.cached_tokens = resident or restoration.prefix_tokens
+
+    async def _save(self, request_id: str) -> dict[str, Saved]:
+        return await self._flow._saver.save(request_id, self._flow.keys(self._tokens))
+
+
+async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[str, StorageBackend]:
+    backends: dict[str, StorageBackend] = {}
+    for tier in settings.tiers:
+        if tier.name in backends:
+            raise ConfigError(f"setting tiers: two tiers are called {tier.name!r}")
+        backend = await load_backend(tier.backend).open(tier.options)
+        stack.push_async_callback(backend.aclose)
+        backends[tier.name] = backend
+    return backends

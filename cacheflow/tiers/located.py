@@ -1,0 +1,94 @@
+"""What one tier has of a request's chunks, as objects to read and as bitmaps for the scheduler.
+
+Trusts a backend's headers only as far as they fit the engine's layout. Reads no payload.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cacheflow.errors import IntegrityError
+from cacheflow.kv import check_layout
+from cacheflow.types import Coverage, ObjectKind, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cacheflow.abc import StorageBackend
+    from cacheflow.types import ChunkInfo, ChunkKey, KVLayout
+
+__all__ = ["Located", "locate"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Objects of one channel per chunk of a request (empty: a miss)."""
+
+    channel: str
+    chunks: tuple[tuple[ChunkInfo, ...], ...]
+
+    @property
+    def found(self) -> int:
+        """Chunks of which anything is there."""
+        return sum(1 for infos in self.chunks if infos)
+
+    def coverage(self, layout: KVLayout) -> Coverage:
+        """Bitmaps of layers per chunk."""
+        return Coverage(
+            channel=self.channel,
+            layers=tuple(_bitmap(infos) for infos in self.chunks),
+            stride=layout.layer_stride(),
+        )
+
+    def pieces(self, chunk: int, layers: Span) -> list[tuple[ChunkInfo, Span]]:
+        """The objects that together hold ``layers`` of ``chunk``, with the layers to take of each.
+
+        Raises:
+            LookupError: some layer is in no object (the caller asked beyond the coverage).
+        """
+        pieces: list[tuple[ChunkInfo, Span]] = []
+        layer = layers.start
+        while layer < layers.stop:
+            info = next((i for i in self.chunks[chunk] if layer in i.key.layers), None)
+            if info is None:
+                raise LookupError(f"{self.channel}: layer {layer} of chunk {chunk} is not stored")
+            stop = min(layers.stop, info.key.layers.stop)
+            pieces.append((info, Span(layer, stop)))
+            layer = stop
+        return pieces
+
+
+async def locate(
+    channel: str, backend: StorageBackend, keys: Sequence[ChunkKey], layout: KVLayout
+) -> Located:
+    """Ask ``backend`` for all chunks at once and keep the objects this engine can use.
+
+    Raises:
+        BackendError: the lookup failed as a whole.
+    """
+    found = await backend.lookup(keys)
+    return Located(channel, tuple(tuple(_usable(infos, layout)) for infos in found))
+
+
+def _usable(infos: Sequence[ChunkInfo], layout: KVLayout) -> list[ChunkInfo]:
+    usable = []
+    for info in infos:
+        try:
+            check_layout(info, layout)
+        except IntegrityError as error:
+            _log.warning("object %r is ignored: %s", info.key, error)
+            continue
+        if info.key.kind is ObjectKind.KV and info.key.heads == Span(0, layout.num_kv_heads):
+            usable.append(info)
+    return usable
+
+
+def _bitmap(infos: Sequence[ChunkInfo]) -> int:
+    mask = 0
+    for info in infos:
+        mask |= (1 << info.key.layers.stop) - (1 << info.key.layers.start)
+    return mask

@@ -1,0 +1,93 @@
+"""Records shared by all layers. Import them from here, whichever file they live in."""
+
+from __future__ import annotations
+
+from cacheflow.types.events import (
+    Event,
+    LayersComputed,
+    LoadEnded,
+    LoadOutcome,
+    LookedUp,
+    Observer,
+    Published,
+    RestoreEnded,
+    StoreEnded,
+)
+from cacheflow.types.geometry import (
+    DTYPE_BYTES,
+    PAGE,
+    KVLayout,
+    Segment,
+    Span,
+    Tile,
+    TileGrid,
+)
+from cacheflow.types.objects import (
+    ChecksumKind,
+    ChunkInfo,
+    ChunkKey,
+    ObjectKey,
+    ObjectKind,
+)
+from cacheflow.types.transfer import (
+    Buffer,
+    Capabilities,
+    Hold,
+    MemoryKind,
+    Read,
+    TransferResult,
+    TransferStatus,
+    Write,
+)
+from cacheflow.types.work import (
+    Claim,
+    ComputeBatch,
+    ComputeDone,
+    Coverage,
+    Load,
+    RequestSpec,
+    Source,
+    StagedPart,
+    TileWork,
+)
+
+__all__ = [
+    "Buffer",
+    "Capabilities",
+    "ChecksumKind",
+    "ChunkInfo",
+    "ChunkKey",
+    "Claim",
+    "ComputeBatch",
+    "ComputeDone",
+    "Coverage",
+    "DTYPE_BYTES",
+    "Event",
+    "Hold",
+    "KVLayout",
+    "LayersComputed",
+    "Load",
+    "LoadEnded",
+    "LoadOutcome",
+    "LookedUp",
+    "MemoryKind",
+    "ObjectKey",
+    "ObjectKind",
+    "Observer",
+    "PAGE",
+    "Published",
+    "Read",
+    "RequestSpec",
+    "RestoreEnded",
+    "Segment",
+    "Source",
+    "Span",
+    "StagedPart",
+    "StoreEnded",
+    "Tile",
+    "TileGrid",
+    "TileWork",
+    "TransferResult",
+    "TransferStatus",
+    "Write",
+]

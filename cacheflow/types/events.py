@@ -1,0 +1,130 @@
+"""What happened, as plain records: for metrics, timelines and tests.
+
+Times are seconds on the restorer's monotonic clock. Observers get events on the event loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cacheflow.types.geometry import Span
+
+__all__ = [
+    "Event",
+    "LayersComputed",
+    "LoadEnded",
+    "LoadOutcome",
+    "LookedUp",
+    "Observer",
+    "Published",
+    "RestoreEnded",
+    "StoreEnded",
+]
+
+
+class LoadOutcome(StrEnum):
+    """How one load ended."""
+
+    PUBLISHED = "published"
+    DROPPED = "dropped"
+    """Verified, but recompute had the cells first."""
+    MISSING = "missing"
+    SHORT = "short"
+    FAILED = "failed"
+    CORRUPT = "corrupt"
+    LATE = "late"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """A tier answered (or failed to, ``error``) which chunks it has."""
+
+    request_id: str
+    channel: str
+    asked: int
+    found: int
+    start: float
+    stop: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersComputed:
+    """Compute pushed a tile through ``layers``; ``starts`` has each layer's start."""
+
+    request_id: str
+    tile: int
+    width: int
+    is_suffix: bool
+    layers: Span
+    starts: tuple[float, ...]
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """A load came to its end, one way or another."""
+
+    request_id: str
+    channel: str
+    tile: int
+    layers: Span
+    chunks: int
+    nbytes: int
+    start: float
+    stop: float
+    outcome: LoadOutcome
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Verified cells were copied into the KV cache."""
+
+    request_id: str
+    tile: int
+    layers: Span
+    nbytes: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreEnded:
+    """Prefix restored and suffix computed, or given up (``outcome``)."""
+
+    request_id: str
+    policy: str
+    outcome: str
+    arrival: float
+    restored: float
+    """When the last cell of the prefix was ready."""
+    stop: float
+    """When the suffix was computed too."""
+    prefix_tokens: int
+    suffix_tokens: int
+    cells: Mapping[str, int] = field(default_factory=dict)
+    """Token-layers by source: ``recompute`` and one entry a channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnded:
+    """Chunks were written to a tier, or dropped (``outcome``)."""
+
+    channel: str
+    chunks: int
+    nbytes: int
+    start: float
+    stop: float
+    outcome: str
+
+
+Event: TypeAlias = LookedUp | LayersComputed | LoadEnded | Published | RestoreEnded | StoreEnded
+Observer: TypeAlias = "Callable[[Event], None]"
+"""Must not raise; what it raises is logged and dropped."""

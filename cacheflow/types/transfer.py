@@ -1,0 +1,122 @@
+"""Records that cross the storage contract: buffers, reads, writes and their results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from cacheflow.errors import CacheFlowError
+    from cacheflow.types.objects import ChunkInfo, ObjectKey
+
+__all__ = [
+    "Buffer",
+    "Capabilities",
+    "Hold",
+    "MemoryKind",
+    "Read",
+    "TransferResult",
+    "TransferStatus",
+    "Write",
+]
+
+
+class MemoryKind(StrEnum):
+    """Where a buffer lives."""
+
+    PINNED = "pinned"
+    PAGEABLE = "pageable"
+    DEVICE = "device"
+
+
+class Hold(Protocol):
+    """Counts I/O in flight on a buffer, from any thread.
+
+    A backend acquires once for every read or write it accepts, before its first await, and
+    releases only when the operating system (or the peer) can no longer touch the buffer, cancelled
+    or not. The owner reuses or frees the buffer only when the count is back at zero.
+    """
+
+    def acquire(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Operations that may still touch the buffer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Caller-owned memory. ``view`` is a C-contiguous byte view, or None for device memory."""
+
+    address: int
+    nbytes: int
+    kind: MemoryKind
+    view: memoryview | None
+    hold: Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes ``[offset, offset + buffer.nbytes)`` of one object, into the caller's buffer."""
+
+    key: ObjectKey
+    offset: int
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One whole object, as consecutive parts (the encoded prefix and table, then the payload)."""
+
+    info: ChunkInfo
+    parts: tuple[Buffer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+class TransferStatus(StrEnum):
+    """How a read or write ended."""
+
+    OK = "ok"
+    MISSING = "missing"
+    """The object is not there (any more): a value, not an error."""
+    SHORT = "short"
+    """Fewer bytes than asked for."""
+    FULL = "full"
+    """A cap or a full disk; nothing of the object is visible."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """Outcome of ``request`` (the Read or Write given). ``seconds``: from submission to end."""
+
+    request: Read | Write
+    status: TransferStatus
+    nbytes: int
+    seconds: float
+    error: CacheFlowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do; the conformance suite picks its tests by these."""
+
+    ranged_reads: bool = True
+    persistent: bool = False
+    """Objects survive the process."""
+    shared: bool = False
+    """Other processes see the same objects."""
+    memory_kinds: frozenset[MemoryKind] = field(
+        default_factory=lambda: frozenset({MemoryKind.PAGEABLE, MemoryKind.PINNED})
+    )
+    suggested_depth: int = 4
+    """Reads in flight at which the medium reaches its bandwidth."""
+    suggested_read_bytes: int = 4 << 20
+    """Read size at which the medium reaches its bandwidth."""

@@ -1,0 +1,133 @@
+"""Records of work: what the scheduler asks the engine and the channels to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cacheflow.types.geometry import Span, Tile
+
+__all__ = [
+    "Claim",
+    "ComputeBatch",
+    "ComputeDone",
+    "Coverage",
+    "Load",
+    "RequestSpec",
+    "Source",
+    "StagedPart",
+    "TileWork",
+]
+
+
+class Source(StrEnum):
+    """Who makes a cell ready."""
+
+    RECOMPUTE = "recompute"
+    LOAD = "load"
+
+
+class Claim(Enum):
+    """Answer to a compute worker that is about to push a tile through a layer."""
+
+    REFUSED = "refused"
+    """Stop before this layer, keep the hidden state: the layer is (being) loaded or not ready."""
+    WRITE = "write"
+    """Compute the layer and write its KV."""
+    THROUGH = "through"
+    """Compute the layer for its hidden state only: its KV is already there and stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What the scheduler knows of a request: positions only, no tokens.
+
+    ``tiles`` cut the restorable prefix ``[0, prefix_tokens)`` (whole chunks; the last tile may be
+    partial); ``suffix`` are the pieces after it, always computed, at least one token in all.
+    """
+
+    id: str
+    arrival: float
+    prefix_tokens: int
+    total_tokens: int
+    chunk_tokens: int
+    num_layers: int
+    tiles: tuple[Tile, ...]
+    suffix: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What one channel can deliver for a request.
+
+    ``layers[c]`` is a bitmap over layers (bit ``l`` set: layer ``l`` of chunk ``c`` is there);
+    ``stride`` is the bytes of one layer of one chunk on that channel.
+    """
+
+    channel: str
+    layers: tuple[int, ...]
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileWork:
+    """Push ``tile`` of one request through layers from ``first_layer`` on.
+
+    The engine holds the hidden state when ``first_layer > 0`` (a paused tile).
+    ``is_suffix``: tokens after the restorable prefix.
+    """
+
+    request_id: str
+    tile: Tile
+    first_layer: int
+    is_suffix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeBatch:
+    """Tiles computed together (exact mode: always one)."""
+
+    work: tuple[TileWork, ...]
+
+
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDone:
+    """What a recompute did: layers ``[first_layer, next_layer)`` of ``work``.
+
+    ``seconds[i]`` is the time layer ``first_layer + i`` took on the compute stream.
+    """
+
+    work: TileWork
+    next_layer: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fetch layers of some chunks of one tile from a channel: the unit of claiming."""
+
+    id: int
+    request_id: str
+    channel: str
+    tile: int
+    layers: Span
+    chunks: tuple[int, ...]
+    nbytes: int
+    expected_seconds: float
+    """From now to verified, by the cost model; infinite while nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPart:
+    """Verified bytes of ``layers`` of chunk ``chunk``, in payload order, in host memory.
+
+    ``view`` covers ``len(layers) * layer_stride`` bytes; all KV heads of the layout.
+    """
+
+    chunk: int
+    layers: Span
+    view: memoryview

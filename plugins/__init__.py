@@ -1,0 +1,1 @@
+"""Engines that ship with CacheFlow; installed as `cacheflow.plugins`."""

@@ -1,0 +1,1 @@
+"""Storage backends that ship with CacheFlow; installed as `cacheflow.storage_backends`."""
