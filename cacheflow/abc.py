@@ -119,6 +119,8 @@ class Recomputer(Protocol):
     async def open(self, request_id: str, tokens: Sequence[int]) -> None:
         """Make room for ``tokens`` (the whole prompt) and remember them.
 
+        Nothing of them is in the KV cache yet.
+
         Raises:
             CapacityError: no KV memory is left.
             ConfigError: the prompt is empty or longer than the model's context.
@@ -142,8 +144,12 @@ class Recomputer(Protocol):
         """Copy cells out of the KV cache into writable staging views (the way back)."""
         ...
 
-    async def discard(self, request_id: str, tile: int) -> None:
-        """Drop a paused tile's hidden state."""
+    async def discard(self, request_id: str, start: int) -> None:
+        """Drop the hidden state of the paused tile whose first token is ``start``.
+
+        The first token names a tile, not its index: the last tile of a prefix and the suffix behind
+        it can be parts of the same grid tile, both paused.
+        """
         ...
 
     async def close(self, request_id: str) -> None:
@@ -175,6 +181,10 @@ class Engine(Recomputer, Protocol):
 
     def set_segments(self, request_id: str, tokens: Span, segments: Sequence[Segment]) -> None:
         """Record the provenance of loaded tokens."""
+        ...
+
+    async def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Append prompt tokens to an open request whose KV so far stays; see :meth:`open`."""
         ...
 
     async def first_token(self, request_id: str) -> int:

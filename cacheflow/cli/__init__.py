@@ -1,1 +1,66 @@
+"""The ``cacheflow`` command: mounts its subcommands and turns errors into one clean line.
 
+Modules of subcommands import what is heavy (torch, matplotlib, a model) inside their commands, so
+that ``--help`` stays instant.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from cacheflow import __version__
+from cacheflow.cli import doctor, store
+from cacheflow.errors import CacheFlowError
+
+__all__ = ["app", "main"]
+
+
+class _CleanErrors(TyperGroup):
+    """What CacheFlow raises on purpose is a message for a person: one line, exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CacheFlowError as error:
+            message = " ".join(str(error).split())
+            Console(stderr=True).print(
+                f"error: {message}", style="red", markup=False, soft_wrap=True
+            )
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    name="cacheflow",
+    cls=_CleanErrors,
+    help="Restores LLM KV caches by recomputing from the front while loading from the back.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("doctor")(doctor.doctor)
+app.add_typer(store.app, name="store")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cacheflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Restores LLM KV caches by recomputing from the front while loading from the back."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

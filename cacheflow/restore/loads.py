@@ -30,6 +30,8 @@ class LoadDriver:
         self._restorer = restorer
         self._channel = channel
         self._wake = asyncio.Event()
+        self._unstarted: set[int] = set()
+        """Claimed loads whose task has not taken its first step."""
 
     def kick(self) -> None:
         """Something changed: ask the scheduler again."""
@@ -46,11 +48,25 @@ class LoadDriver:
                 continue
             job = restorer.job(load.request_id)
             assert job is not None, "the scheduler only loads for admitted requests"
-            restorer.spawn(job, restorer.group.create_task(self._run(load, job)))
+            self._start(load, job)
+
+    def _start(self, load: Load, job: Job) -> None:
+        task = self._restorer.group.create_task(self._run(load, job))
+        self._restorer.spawn(job, task)
+        self._unstarted.add(load.id)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            # A task cancelled before its first step never reaches its own clean-up.
+            if load.id in self._unstarted:
+                self._unstarted.discard(load.id)
+                self._end(load, job, None, (), LoadOutcome.CANCELLED)
+
+        task.add_done_callback(ended)
 
     async def _run(self, load: Load, job: Job) -> None:
         """One load; its end is always told to the scheduler, whatever happens."""
         restorer = self._restorer
+        self._unstarted.discard(load.id)
         start = restorer.clock.now()
         outcome, reason = LoadOutcome.CANCELLED, ""
         lost: tuple[int, ...] = ()

@@ -83,6 +83,8 @@ class Job:
     request: RestoreRequest
     spec: RequestSpec
     done: asyncio.Future[None]
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nothing of the request is left in the restorer."""
     located: dict[str, Located] = field(default_factory=dict)
     loads: set[asyncio.Task[None]] = field(default_factory=set)
     computing: bool = False

@@ -79,9 +79,10 @@ class Restorer:
 
     async def __aexit__(self, *exc_info: object) -> None:
         group, self._group = self._group, None
-        for job in list(self._jobs.values()):
+        jobs = list(self._jobs.values())
+        for job in jobs:
             self.fail(job.spec.id, ClosedError("the restorer was closed during a restore"))
-        await asyncio.gather(*(self._settle(job) for job in list(self._jobs.values())))
+        await asyncio.gather(*(job.settled.wait() for job in jobs))
         for task in self._drivers:
             task.cancel()
         if group is not None:
@@ -209,10 +210,11 @@ class Restorer:
         if job.loads:
             await asyncio.wait(list(job.loads))
         await self._compute.idle(job)
-        for tile in self.scheduler.paused_tiles(job.spec.id):
-            await self.recomputer.discard(job.spec.id, tile)
+        for start in self.scheduler.paused_tiles(job.spec.id):
+            await self.recomputer.discard(job.spec.id, start)
         self.scheduler.remove(job.spec.id)
         self._jobs.pop(job.spec.id, None)
+        job.settled.set()
 
     def _result(self, job: Job, policy: Policy) -> Restoration:
         arrival = job.request.arrival

@@ -88,7 +88,7 @@ class BatchScheduler:
         return self._requests[request_id].finished
 
     def paused_tiles(self, request_id: str) -> list[int]:
-        """Complete tiles whose hidden state the engine may drop; each is named once."""
+        """First tokens of tiles whose hidden state the engine may drop; each is named once."""
         return self._requests[request_id].paused()
 
     # -- compute -------------------------------------------------------------------------------

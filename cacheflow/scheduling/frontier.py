@@ -85,8 +85,8 @@ class Frontier:
 
     @property
     def restored(self) -> bool:
-        """Every cell of the prefix is ready."""
-        return all(tile.complete for tile in self.tiles)
+        """Every cell of the prefix is ready, none merely enqueued on the compute stream."""
+        return all(tile.complete and not tile.running for tile in self.tiles)
 
     @property
     def finished(self) -> bool:
@@ -94,12 +94,21 @@ class Frontier:
         return self.restored and all(low == self.spec.num_layers for low in self.suffix_low)
 
     def paused(self) -> list[int]:
-        """Tiles that are complete but still keep a hidden state; forgets that they do."""
-        done = [t for t, state in enumerate(self.tiles) if state.complete and not state.running]
-        kept = [t for t in done if 0 < self.tiles[t].low < self.spec.num_layers]
-        for t in kept:
-            self.tiles[t].low = self.spec.num_layers
-        return kept
+        """First tokens of tiles whose hidden state is of no more use, each named once.
+
+        That is: complete tiles that stopped half way, and everything once the request is cancelled.
+        """
+        last, found = self.spec.num_layers, []
+        for state in self.tiles:
+            idle = not state.running and 0 < state.low < last
+            if idle and (state.complete or self.cancelled):
+                state.low = last
+                found.append(state.tile.start)
+        for i, piece in enumerate(self.spec.suffix):
+            if self.cancelled and 0 < self.suffix_low[i] < last:
+                self.suffix_low[i] = last
+                found.append(piece.start)
+        return found
 
     # -- compute -------------------------------------------------------------------------------
 

@@ -1,0 +1,85 @@
+# Everything runs in its own virtual environment, made on first use from requirements/*.txt.
+# Needs make and Python 3.11 or newer. Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+TREE := build/tree
+BENCHES := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
+CODE := cacheflow storage_backends plugins tests benchmarks examples
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-full lint format typecheck layers tree bench setup wheel clean distclean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@printf "  make %-14s %s\n" $(foreach bench,$(BENCHES),"$(bench)" "Run benchmarks/$(subst -,_,$(bench)).py (ARGS=--json for figures)")
+
+demo: $(VENV)/.demo ## A conversation forgets its KV cache and gets it back, three ways
+	$(BIN)/cacheflow demo $(ARGS)
+
+test: $(VENV)/.dev ## All tests, with branch coverage (ARGS="-k name" to choose)
+	$(RUN) -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+
+test-full: export CACHEFLOW_FULL := 1
+test-full: test ## All tests, with many more random examples
+
+lint: $(VENV)/.dev typecheck layers ## Style, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev ## Rewrite the code in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The tree as it is installed: mypy and import-linter do not follow the editable mapping of
+# storage_backends to cacheflow.storage_backends, so they get a folder of links that looks like it.
+tree:
+	@rm -rf $(TREE) && mkdir -p $(TREE)
+	@cp -rs $(CURDIR)/cacheflow $(TREE)/cacheflow
+	@cp -rs $(CURDIR)/storage_backends $(TREE)/cacheflow/storage_backends
+	@cp -rs $(CURDIR)/plugins $(TREE)/cacheflow/plugins
+	@for folder in tests benchmarks examples; do cp -rs $(CURDIR)/$$folder $(TREE)/$$folder; done
+
+typecheck: $(VENV)/.dev tree
+	cd $(TREE) && $(abspath $(RUN)) -m mypy --config-file $(CURDIR)/pyproject.toml \
+	    --cache-dir $(CURDIR)/.mypy_cache .
+
+layers: $(VENV)/.dev tree
+	cd $(TREE) && $(abspath $(BIN))/lint-imports $(CURDIR)/pyproject.toml \
+	    --cache-dir $(CURDIR)/.import_linter_cache
+
+bench: $(BENCHES) ## All benchmarks, one after the other
+
+bench-%: benchmarks/bench_%.py $(VENV)/.dev
+	$(RUN) $< $(ARGS)
+
+wheel: $(VENV)/.dev ## Build the wheel into dist/
+	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+setup: $(VENV)/.dev ## Only make the virtual environment
+
+$(VENV)/.demo: requirements/demo.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..."; exit 2; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q -r $<
+	$(RUN) -m pip install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.demo
+	$(RUN) -m pip install -q -r $<
+	@touch $@
+
+clean: ## Remove what was built, keep the virtual environment and models
+	rm -rf build dist demo-output htmlcov .coverage .coverage.*
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the virtual environment too
+	rm -rf $(VENV) *.egg-info

@@ -1,0 +1,74 @@
+"""What the subcommands share: where figures and progress go, and how a coroutine is run.
+
+Figures go to standard output (a table, or JSON when asked), everything else to standard error, so
+that ``--json`` can always be piped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+__all__ = ["AsJson", "figures", "human_bytes", "print_json", "progress", "run"]
+
+T = TypeVar("T")
+
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of a table.", show_default=False)
+]
+
+
+def figures() -> Console:
+    """The console for results; made anew so that it follows a redirected standard output."""
+    return Console()
+
+
+def print_json(value: object) -> None:
+    """One JSON document on standard output."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def progress(*, in_bytes: bool = False) -> Progress:
+    """A progress bar on standard error that vanishes when done; silent when not a terminal."""
+    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+    speed = [TransferSpeedColumn()] if in_bytes else []
+    console = Console(stderr=True)
+    return Progress(
+        *columns,
+        *speed,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def human_bytes(count: float) -> str:
+    """``count`` bytes with a binary unit: ``12.3 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def run(work: Coroutine[object, object, T]) -> T:
+    """Run ``work`` on a fresh uvloop to its end."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)

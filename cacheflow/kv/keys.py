@@ -1,0 +1,144 @@
+"""Content-addressed keys: prefix-chained per chunk, the same bytes on any host.
+
+A key binds everything that decides a chunk's KV values: the model (root) and every token up to
+and including the chunk (chain). SHA-256 over typed, length-prefixed fields; no builtin ``hash``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import sys
+from array import array
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from cacheflow.errors import ConfigError
+from cacheflow.types import ChunkKey, ObjectKey, ObjectKind, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["KEY_FORMAT", "IdentityValue", "chunk_keys", "format_name", "key_root", "parse_name"]
+
+KEY_FORMAT: Final = 1
+"""Changes whenever the same content would get another key."""
+
+IdentityValue: TypeAlias = "str | int | bool | bytes | None"
+
+_NAME: Final = re.compile(
+    r"([0-9a-f]{64})\.(kv|hidden)\.l(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})"
+    r"\.h(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})"
+)
+
+
+def key_root(identity: Mapping[str, IdentityValue], salt: bytes = b"") -> bytes:
+    """Digest (32 bytes) that starts every chain: key format, model identity, tenant salt.
+
+    The salt only ever enters a hash. Fields are sorted by name, typed and length-prefixed, so no
+    two different identities can encode to the same bytes.
+
+    Raises:
+        ConfigError: a value is not a str, int, bool, bytes or None.
+    """
+    fields = [_field(KEY_FORMAT), _field(salt), struct.pack("<Q", len(identity))]
+    for name in sorted(identity):
+        try:
+            fields += [_field(name), _field(identity[name])]
+        except TypeError as error:
+            raise ConfigError(f"model identity {name!r}: {error}") from None
+    return hashlib.sha256(b"cacheflow/root\0" + b"".join(fields)).digest()
+
+
+def chunk_keys(
+    root: bytes,
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    extras: Sequence[tuple[int, bytes]] = (),
+) -> tuple[ChunkKey, ...]:
+    """Keys of the whole chunks of ``tokens``; a rest shorter than a chunk has none.
+
+    ``extras``: ``(token position, content digest)`` of media or embeddings that stand behind
+    placeholder tokens; they count for the chunk that holds the position and all after it.
+
+    Raises:
+        ConfigError: a token is not an integer in ``[0, 2**64)``; says at which position.
+    """
+    words = _words(tokens)
+    by_chunk: dict[int, list[tuple[int, bytes]]] = {}
+    for position, digest in sorted(extras):
+        by_chunk.setdefault(position // chunk_tokens, []).append((position, digest))
+    keys: list[ChunkKey] = []
+    previous = root
+    for index in range(len(words) // chunk_tokens):
+        part = words[index * chunk_tokens : (index + 1) * chunk_tokens].tobytes()
+        digest = hashlib.sha256(b"cacheflow/chunk\0" + previous)
+        digest.update(struct.pack("<Q", len(part)) + part)
+        for position, content in by_chunk.get(index, ()):
+            digest.update(_field(position) + _field(content))
+        previous = digest.digest()
+        keys.append(ChunkKey(previous))
+    return tuple(keys)
+
+
+def format_name(key: ObjectKey) -> str:
+    """A file-name-safe name, different for different keys: the inverse of :func:`parse_name`."""
+    layers, heads = key.layers, key.heads
+    return (
+        f"{key.chunk.digest.hex()}.{key.kind.value}"
+        f".l{layers.start}-{layers.stop}.h{heads.start}-{heads.stop}"
+    )
+
+
+def parse_name(name: str) -> ObjectKey:
+    """The key that :func:`format_name` writes as ``name``.
+
+    Raises:
+        ValueError: ``name`` is not such a name, to the letter.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"not an object name: {name[:120]!r}")
+    digest, kind, *numbers = match.groups()
+    first, last, low, high = map(int, numbers)
+    return ObjectKey(
+        ChunkKey(bytes.fromhex(digest)), Span(first, last), Span(low, high), ObjectKind(kind)
+    )
+
+
+def _field(value: IdentityValue) -> bytes:
+    match value:
+        case None:
+            tag, data = b"n", b""
+        case bool():
+            tag, data = b"t", bytes([value])
+        case int():
+            tag, data = b"i", str(value).encode()
+        case str():
+            tag, data = b"s", value.encode()
+        case bytes():
+            tag, data = b"b", value
+        case _:
+            raise TypeError(f"{type(value).__name__} cannot be part of a key")
+    return tag + struct.pack("<Q", len(data)) + data
+
+
+def _words(tokens: Sequence[int]) -> array[int]:
+    """Tokens as little-endian 64-bit words."""
+    try:
+        words = array("Q", tokens)
+    except (TypeError, OverflowError, ValueError):
+        raise ConfigError(_first_bad_token(tokens)) from None
+    if bool in set(map(type, tokens)):
+        raise ConfigError(_first_bad_token(tokens))
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+def _first_bad_token(tokens: Sequence[int]) -> str:
+    for position, token in enumerate(tokens):
+        bad_type = isinstance(token, bool) or not isinstance(token, int)
+        if bad_type or not 0 <= token < 1 << 64:
+            return f"token {token!r} at position {position} is not a token id (0 <= id < 2**64)"
+    return "the tokens are not a sequence of token ids"

@@ -1,0 +1,47 @@
+"""How KV was computed: the grid's identity, and which tokens a recompute repeats bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from cacheflow.types import Segment, Span, TileGrid
+
+__all__ = ["canonical_tokens", "clip_segments", "make_grid_id"]
+
+
+def make_grid_id(
+    *,
+    grid: TileGrid,
+    torch_version: str,
+    device: str,
+    attention: str,
+    threads: int,
+    tensor_parallel: int = 1,
+) -> str:
+    """Everything outside the key that decides bits, as one short line of text."""
+    return (
+        f"grid={grid.name};torch={torch_version};dev={device};attn={attention}"
+        f";threads={threads};tp={tensor_parallel}"
+    )
+
+
+def clip_segments(segments: Iterable[Segment], tokens: Span) -> tuple[Segment, ...]:
+    """The segments that overlap ``tokens``, whole: a cut one would look like another."""
+    return tuple(s for s in segments if s.start < tokens.stop and tokens.start < s.stop)
+
+
+def canonical_tokens(segments: Sequence[Segment], grid: TileGrid) -> int:
+    """How many leading tokens were computed on exactly the tiles of ``grid``.
+
+    Inductive from token 0, because a tile's KV depends on the KV before it.
+    """
+    edge = 0
+    for index, segment in enumerate(segments):
+        tile = grid.tile(index)
+        if (segment.start, segment.stop, segment.width) != (tile.start, tile.stop, tile.width):
+            break
+        edge = tile.stop
+    return edge

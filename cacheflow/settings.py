@@ -1,0 +1,115 @@
+"""Settings of one CacheFlow: from arguments, or from ``CACHEFLOW_*`` environment variables.
+
+Says what is allowed and nothing else: it opens no folder and loads no model, and it does not know
+which backends are installed or what their options mean.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+from cacheflow.errors import ConfigError
+
+__all__ = ["Settings", "TierSettings", "default_cache_dir"]
+
+
+def default_cache_dir() -> Path:
+    """Where converted models live: ``$XDG_CACHE_HOME/cacheflow``, else ``~/.cache/cacheflow``."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "cacheflow"
+
+
+class TierSettings(BaseModel):
+    """One place where chunks live: a backend by its registry name, and that backend's options."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=64)
+    """What metrics and messages call it; unique."""
+    backend: str = Field(min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. ``CACHEFLOW_STAGING_BYTES=256MiB`` sets ``staging_bytes``.
+
+    Lists are JSON: ``CACHEFLOW_TIERS='[{"name": "disk", "backend": "nvme", "options": {...}}]'``.
+
+    Raises:
+        ConfigError: a value cannot be used, or there is no such setting; the message names it.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="CACHEFLOW_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+    )
+
+    model: str | None = None
+    """Folder of the model; None: the small one of the demo."""
+    cache_dir: Path = Field(default_factory=default_cache_dir)
+    """Where converted models are kept."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """Compute threads on a CPU; None: what the engine finds best. Bits depend on it."""
+    chunk_tokens: int = Field(default=256, ge=1, le=1 << 16)
+    """Tokens of a stored chunk. Part of the stored geometry: another value is another store."""
+    tiers: tuple[TierSettings, ...] = ()
+    """Fastest first."""
+    staging_bytes: ByteSize = Field(default=ByteSize(256 << 20), ge=1 << 20)
+    """Cap of the host memory that loads land in before they are verified."""
+    load_deadline: float = Field(default=30.0, gt=0, le=3600)
+    """Seconds after which any one load is given up and recomputed: an absolute upper bound."""
+    policy: Literal["adaptive", "load", "recompute"] = "adaptive"
+    salt: SecretStr = SecretStr("")
+    """Tenant salt: other salts never share stored chunks. Hashed into keys, never stored."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+        except SettingsError as error:
+            raise ConfigError(f"{error}: lists are written as JSON") from None
+
+    @field_validator("tiers")
+    @classmethod
+    def _unique(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
+        names = [tier.name for tier in tiers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two tiers are called {name!r}: give each its own name")
+        return tiers
+
+    @property
+    def salt_bytes(self) -> bytes:
+        """The salt as the key root takes it; empty when none is set."""
+        return self.salt.get_secret_value().encode()
+
+
+def _explain(error: ValidationError) -> str:
+    """One line: each bad setting by name, and what is wrong with it (never its value: secrets)."""
+    lines = []
+    for problem in error.errors(include_url=False, include_input=False):
+        where = ".".join(map(str, problem["loc"]))
+        what = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            what = f"there is no such setting (known: {', '.join(Settings.model_fields)})"
+            if len(problem["loc"]) > 1:
+                what = f"unknown field (known: {', '.join(TierSettings.model_fields)})"
+        lines.append(f"setting {where}: {what}")
+    return "; ".join(lines)

@@ -1,0 +1,91 @@
+"""Settings: what they accept, and that each mistake is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cacheflow.errors import ConfigError
+from cacheflow.settings import Settings, default_cache_dir
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"CACHEFLOW_{name.upper()}", raising=False)
+
+
+def test_defaults_need_nothing() -> None:
+    """Without any setting there are usable defaults and no tier."""
+    settings = Settings()
+    assert settings.policy == "adaptive"
+    assert settings.tiers == ()
+    assert settings.salt_bytes == b""
+    assert settings.load_deadline == 30
+
+
+def test_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CACHEFLOW_*` variables set what arguments set; lists are JSON, sizes may carry a unit."""
+    monkeypatch.setenv("CACHEFLOW_STAGING_BYTES", "64MiB")
+    monkeypatch.setenv("CACHEFLOW_POLICY", "load")
+    monkeypatch.setenv("CACHEFLOW_SALT", "tenant")
+    monkeypatch.setenv(
+        "CACHEFLOW_TIERS", '[{"name": "disk", "backend": "nvme", "options": {"path": "/x"}}]'
+    )
+    settings = Settings()
+    assert settings.staging_bytes == 64 << 20
+    assert settings.policy == "load"
+    assert settings.salt_bytes == b"tenant"
+    assert settings.tiers[0].options == {"path": "/x"}
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is passed is used, whatever the environment says."""
+    monkeypatch.setenv("CACHEFLOW_POLICY", "load")
+    assert Settings(policy="recompute").policy == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"polcy": "load"}, r"setting polcy: there is no such setting \(known: model"),
+        ({"policy": "fastest"}, "setting policy: .*'adaptive', 'load' or 'recompute'"),
+        ({"load_deadline": 0}, "setting load_deadline: .*greater than 0"),
+        ({"load_deadline": float("inf")}, "setting load_deadline: "),
+        ({"staging_bytes": "much"}, "setting staging_bytes: "),
+        ({"staging_bytes": 1}, "setting staging_bytes: "),
+        ({"threads": 0}, "setting threads: "),
+        ({"chunk_tokens": -1}, "setting chunk_tokens: "),
+        ({"tiers": [{"name": "a"}]}, r"setting tiers.0.backend: .*required"),
+        ({"tiers": [{"name": "a", "backend": "x", "z": 1}]}, "setting tiers.0.z: unknown field"),
+        ({"tiers": [{"name": "a", "backend": "x"}] * 2}, "setting tiers: two tiers .* 'a'"),
+    ],
+)
+def test_mistakes_are_named(values: dict[str, object], message: str) -> None:
+    """A value that cannot be used is a ConfigError that names the setting."""
+    with pytest.raises(ConfigError, match=message):
+        Settings(**values)
+
+
+def test_bad_json_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that is not JSON is a ConfigError too."""
+    monkeypatch.setenv("CACHEFLOW_TIERS", "disk")
+    with pytest.raises(ConfigError, match='"tiers".*JSON'):
+        Settings()
+
+
+def test_salt_is_never_shown() -> None:
+    """The tenant salt shows up neither in the settings' text nor in an error about them."""
+    assert "s3cret" not in repr(Settings(salt="s3cret"))
+    with pytest.raises(ConfigError) as caught:
+        Settings(salt=b"\xffs3cret", policy="s3cret")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Converted models live in XDG_CACHE_HOME where that is set, else in ~/.cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "cacheflow"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache" / "cacheflow"
