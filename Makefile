@@ -44,7 +44,8 @@ tree:
 	@cp -rs $(CURDIR)/cacheflow $(TREE)/cacheflow
 	@cp -rs $(CURDIR)/storage_backends $(TREE)/cacheflow/storage_backends
 	@cp -rs $(CURDIR)/plugins $(TREE)/cacheflow/plugins
-	@for folder in tests benchmarks examples; do cp -rs $(CURDIR)/$$folder $(TREE)/$$folder; done
+	@for folder in tests benchmarks examples; do \
+	    test ! -d $$folder || cp -rs $(CURDIR)/$$folder $(TREE)/$$folder; done
 
 typecheck: $(VENV)/.dev tree
 	cd $(TREE) && $(abspath $(RUN)) -m mypy --config-file $(CURDIR)/pyproject.toml \
@@ -60,6 +61,7 @@ bench-%: benchmarks/bench_%.py $(VENV)/.dev
 	$(RUN) $< $(ARGS)
 
 wheel: $(VENV)/.dev ## Build the wheel into dist/
+	rm -rf build/lib build/bdist.*
 	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w dist .
 
 setup: $(VENV)/.dev ## Only make the virtual environment
@@ -79,7 +81,7 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.demo
 clean: ## Remove what was built, keep the virtual environment and models
 	rm -rf build dist demo-output htmlcov .coverage .coverage.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard $(CODE)) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environment too
 	rm -rf $(VENV) *.egg-info

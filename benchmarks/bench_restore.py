@@ -261,7 +261,7 @@ async def main(options: argparse.Namespace) -> None:
 
     console = Console(stderr=True)
     model = Path(options.model) if options.model else await asyncio.to_thread(prepare_smollm2)
-    engine = await TransformersEngine.open(
+    engine = await TransformersEngine.open_model(
         model, dtype=options.dtype, threads=options.threads, kv_bytes=3 << 30
     )
     longest = max(options.lengths)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -70,6 +71,20 @@ def _no_blocking(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with blockbuster_ctx(WATCHED):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_lost_errors() -> Iterator[None]:
+    """Fail a test when asyncio logs an error: a task's exception was lost, a callback raised."""
+    errors: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    if errors:
+        pytest.fail("asyncio reported: " + "; ".join(errors), pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)

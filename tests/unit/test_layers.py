@@ -32,7 +32,7 @@ def tree(tmp_path: Path) -> Path:
 
 def lint(tree: Path) -> tuple[int, str]:
     program = Path(sys.executable).with_name("lint-imports")
-    command = [program, ROOT / "pyproject.toml", "--no-cache"]
+    command = [str(program), str(ROOT / "pyproject.toml"), "--no-cache"]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
 

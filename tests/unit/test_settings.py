@@ -71,7 +71,7 @@ def test_mistakes_are_named(values: dict[str, object], message: str) -> None:
 def test_bad_json_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list that is not JSON is a ConfigError too."""
     monkeypatch.setenv("CACHEFLOW_TIERS", "disk")
-    with pytest.raises(ConfigError, match='"tiers".*JSON'):
+    with pytest.raises(ConfigError, match=r'"tiers".*JSON'):
         Settings()
 
 

@@ -1,0 +1,52 @@
+"""Bytes of stored chunks into pages and back: one strided copy a chunk, whatever its layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from cacheflow.plugins.transformers.request import OpenRequest
+    from cacheflow.types import KVLayout, StagedPart
+
+__all__ = ["copy_in", "copy_out"]
+
+
+def copy_in(layout: KVLayout, request: OpenRequest, part: StagedPart) -> None:
+    """Staging -> page, on the current stream."""
+    _cells(layout, request, part).copy_(_payload(layout, part), non_blocking=True)
+
+
+def copy_out(layout: KVLayout, request: OpenRequest, part: StagedPart) -> None:
+    """Page -> staging, on the current stream; padding is zeroed."""
+    stride, used = layout.layer_stride(), layout.layer_bytes()
+    if stride != used:
+        blocks = torch.frombuffer(part.view, dtype=torch.uint8).view(len(part.layers), stride)
+        blocks[:, used:].zero_()
+    _payload(layout, part).copy_(_cells(layout, request, part), non_blocking=True)
+
+
+def _payload(layout: KVLayout, part: StagedPart) -> torch.Tensor:
+    """The bytes as ``[layers, 2, Hkv, C, D]``, skipping the padding behind each layer."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    shape = (len(part.layers), 2, layout.num_kv_heads, layout.chunk_tokens, layout.head_dim)
+    row = layout.head_dim
+    head = layout.chunk_tokens * row
+    strides = (
+        layout.layer_stride() // layout.itemsize,
+        layout.num_kv_heads * head,
+        head,
+        row,
+        1,
+    )
+    return torch.frombuffer(part.view, dtype=dtype).as_strided(shape, strides)
+
+
+def _cells(layout: KVLayout, request: OpenRequest, part: StagedPart) -> torch.Tensor:
+    """The chunk's place in its page, ``[layers, 2, Hkv, C, D]``."""
+    start = part.chunk * layout.chunk_tokens
+    page = request.page_at(start)
+    first = start - page.start
+    layers = slice(part.layers.start, part.layers.stop)
+    return page.data[layers, :, :, first : first + layout.chunk_tokens]

@@ -1,0 +1,95 @@
+"""The KV cache: one page per grid tile, ``[layer, K/V, head, token, dim]``.
+
+A page is what is recomputed, loaded, shared and freed together. Because every page starts at a
+tile edge, which is a function of position alone, attention over a list of pages does the same
+arithmetic however the pages came to be, and forks can share whole pages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cacheflow.errors import CapacityError
+
+if TYPE_CHECKING:
+    from cacheflow.types import KVLayout, Tile, TileGrid
+
+__all__ = ["Page", "PagePool"]
+
+
+@dataclass(slots=True)
+class Page:
+    """KV of the tokens ``[start, start + width)`` of a request, all layers."""
+
+    start: int
+    data: torch.Tensor
+    """``[L, 2, Hkv, width, D]`` in the layout's dtype."""
+
+    @property
+    def width(self) -> int:
+        return self.data.shape[3]
+
+    def keys(self, layer: int, first: int, stop: int) -> torch.Tensor:
+        """Keys ``[1, Hkv, n, D]`` of tokens ``[first, stop)`` (absolute positions)."""
+        return self.data[layer, 0, None, :, first - self.start : stop - self.start]
+
+    def values(self, layer: int, first: int, stop: int) -> torch.Tensor:
+        """Values, as :meth:`keys`."""
+        return self.data[layer, 1, None, :, first - self.start : stop - self.start]
+
+
+class PagePool:
+    """Allocates pages up to a cap and keeps freed ones for reuse: their memory is already mapped.
+
+    Loop-owned.
+    """
+
+    def __init__(
+        self, layout: KVLayout, grid: TileGrid, capacity: int, device: torch.device
+    ) -> None:
+        self._layout = layout
+        self._grid = grid
+        self._capacity = capacity
+        self._device = device
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._free_bytes = 0
+        self.used_bytes = 0
+
+    def take(self, index: int) -> Page:
+        """A page for grid tile ``index``; its contents are undefined.
+
+        Raises:
+            CapacityError: the cap would be exceeded.
+        """
+        tile = self._grid.tile(index)
+        nbytes = tile.width * self._layout.token_bytes
+        if self.used_bytes + nbytes > self._capacity:
+            raise CapacityError(
+                f"no KV memory for tokens {tile.start} to {tile.stop}: {self.used_bytes} of "
+                f"{self._capacity} bytes are used; raise kv_bytes or end other requests"
+            )
+        self.used_bytes += nbytes
+        return Page(tile.start, self._tensor(tile, nbytes))
+
+    def give(self, page: Page) -> None:
+        """The page is no longer used by anyone."""
+        nbytes = page.width * self._layout.token_bytes
+        self.used_bytes -= nbytes
+        self._free_bytes += nbytes
+        self._free[page.width].append(page.data)
+
+    def _tensor(self, tile: Tile, nbytes: int) -> torch.Tensor:
+        if self._free[tile.width]:
+            self._free_bytes -= nbytes
+            return self._free[tile.width].pop()
+        if self.used_bytes + self._free_bytes > self._capacity:
+            self._free.clear()
+            self._free_bytes = 0
+        layout = self._layout
+        shape = (layout.num_layers, 2, layout.num_kv_heads, tile.width, layout.head_dim)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)

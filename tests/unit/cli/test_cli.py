@@ -1,0 +1,56 @@
+"""The command as a whole: help, version, clean errors, and what it costs to start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+from cacheflow import __version__
+from cacheflow.cli import app
+
+
+def test_version() -> None:
+    """`--version` prints the version of the installed distribution."""
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.strip() == f"cacheflow {__version__}"
+
+
+def test_help_names_each_command() -> None:
+    """`--help` and a bare call list the commands."""
+    for arguments in (["--help"], ["-h"], []):
+        output = CliRunner().invoke(app, arguments).output
+        assert "doctor" in output
+        assert "store" in output
+
+
+def test_unknown_command_is_one_message() -> None:
+    """A command that is not there exits with 2 and no traceback."""
+    result = CliRunner().invoke(app, ["stroe"])
+    assert result.exit_code == 2
+    assert "No such command" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_starting_does_not_import_torch() -> None:
+    """Help stays instant: neither torch nor matplotlib is imported to show it."""
+    code = (
+        "import sys, cacheflow.cli\n"
+        "print([n for n in ('torch', 'matplotlib', 'transformers') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_errors_reach_the_shell_as_one_line() -> None:
+    """Run as a person runs it, an error is one line on standard error and exit code 2."""
+    command = [sys.executable, "-c", "from cacheflow.cli import main; main()"]
+    done = subprocess.run(
+        [*command, "store", "ls", "/nowhere/at/all"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().splitlines()) == 1
