@@ -35,6 +35,9 @@ __all__ = ["TransformersEngine"]
 
 T = TypeVar("T")
 
+_CLOSE_SECONDS = 5.0
+"""Closing waits this long for a layer that is still running."""
+
 
 class TransformersEngine:
     """Use :meth:`open_model`; close with :meth:`aclose`."""
@@ -305,8 +308,7 @@ class TransformersEngine:
         self._closed = True
         for request_id in list(self._requests):
             await self.close(request_id)
-        self._compute.stop()
-        self._copy.stop()
+        await asyncio.gather(self._compute.stop(_CLOSE_SECONDS), self._copy.stop(_CLOSE_SECONDS))
 
     async def _on(self, lane: Lane, request_ids: Sequence[str], work: Callable[[], T]) -> T:
         """Run ``work`` on a lane; its requests keep their pages until it has ended."""

@@ -132,9 +132,10 @@ class Lane:
         self._jobs.put(job)
         return await asyncio.shield(future)
 
-    def stop(self) -> None:
-        """End the thread after what is queued; does not wait."""
+    async def stop(self, seconds: float) -> None:
+        """End the thread after what is queued, waiting for it at most ``seconds``."""
         self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join, seconds)
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)

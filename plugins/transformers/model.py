@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from cacheflow.errors import ConfigError
 from cacheflow.plugins.transformers.attention import ATTENTION_NAME, attention_forward
 from cacheflow.types import KVLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["identity_of", "kv_layout", "layer_flops", "load_model", "refuse_unsupported"]
 
@@ -56,9 +60,10 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
     if chosen not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {dtype!r} is not one of auto, float32, bfloat16, float16")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, chosen), attn_implementation="sdpa"
-        )
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, chosen), attn_implementation="sdpa"
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model {str(path)!r} cannot be loaded: {error}") from error
     return model.to(device).eval()
@@ -153,6 +158,20 @@ def weights_digest(path: Path) -> str:
             content = hashlib.file_digest(stream, "sha256").digest()
         digest.update(len(file.name).to_bytes(4, "little") + file.name.encode() + content)
     return digest.hexdigest()
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one over whatever is on the terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _fast_dtype(device: torch.device) -> str:

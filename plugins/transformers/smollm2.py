@@ -112,7 +112,7 @@ def _convert(source: Path, target: Path, tell: Callable[[str, float], None]) -> 
     for i, tensor in enumerate(reader.tensors):
         name = _name(tensor.name)
         if name is not None:
-            values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+            values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
             tensors[name] = _unpermute(name, values, config).to(torch.bfloat16).contiguous()
         tell("converting the weights", 0.4 + 0.55 * i / len(reader.tensors))
     target.mkdir()

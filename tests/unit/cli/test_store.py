@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +19,7 @@ from cacheflow.registry import load_backend
 from cacheflow.types import ChunkKey, KVLayout, ObjectKey, Segment, Span, TransferStatus, Write
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from typer.testing import Result
@@ -168,6 +171,44 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
     """A file where a folder should be is one clean line."""
     (tmp_path / "file").write_text("x")
     assert "file" in call("ls", tmp_path / "file", code=2).stderr
+
+
+@pytest.fixture
+def read_only(store: Path) -> Iterator[Path]:
+    folders = [store, *(path for path in store.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o500)
+    yield store
+    for folder in folders:
+        folder.chmod(0o700)
+
+
+def call_as_owner(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command without the right of root to write wherever it likes."""
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    command = [sys.executable, "-c", "from cacheflow.cli import main; main()", "store"]
+    return subprocess.run(
+        [*(drop if os.geteuid() == 0 else []), *command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_read_only_store_can_be_read(read_only: Path) -> None:
+    """A store that cannot be written is listed and verified all the same."""
+    assert call_as_owner("ls", read_only).returncode == 0
+    done = call_as_owner("verify", read_only)
+    assert (done.returncode, "0 bad" in done.stdout) == (0, True), done.stderr
+
+
+def test_read_only_store_refuses_to_remove(read_only: Path) -> None:
+    """Removing from it is one clean line, exit code 2, and removes nothing."""
+    done = call_as_owner("rm", read_only, "--all", "--yes")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert any(line.startswith("error: ") for line in done.stderr.splitlines())
+    assert len(object_files(read_only)) == CHUNKS
 
 
 def test_truncated_object_is_not_listed(store: Path) -> None:

@@ -1,0 +1,179 @@
+"""The dram tier: whole objects in host memory, pinned when CUDA is in use. Bounded; never evicts.
+
+Copies run on a few threads with the GIL released. Knows nothing of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from pydantic import Field
+
+from cacheflow.abc import StorageBackend
+from cacheflow.errors import CapacityError, ClosedError
+from cacheflow.memory import Lease, StagingPool
+from cacheflow.storage_backends.loading import load_on_threads
+from cacheflow.storage_backends.options import Options
+from cacheflow.storage_backends.threads import IoThreads
+from cacheflow.types import Capabilities, TransferResult, TransferStatus
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
+
+__all__ = ["DramBackend", "DramOptions"]
+
+
+class DramOptions(Options):
+    """Options of the ``dram`` backend."""
+
+    capacity_bytes: int = Field(default=1 << 30, gt=0)
+    """Memory for objects, reserved at open and touched as it fills."""
+    threads: int = Field(default=2, ge=1, le=64)
+
+
+@dataclass(slots=True, eq=False)
+class _Object:
+    info: ChunkInfo
+    lease: Lease
+    """Its hold counts the reads that are copying out of it."""
+    nbytes: int
+
+
+class DramBackend(StorageBackend):
+    """Objects live in one page-aligned arena; a replaced object stays until its readers are done."""
+
+    name: ClassVar[str] = "dram"
+
+    def __init__(self, options: DramOptions) -> None:
+        self.capabilities = Capabilities(
+            suggested_depth=options.threads, suggested_read_bytes=1 << 20
+        )
+        self._arena = StagingPool(options.capacity_bytes)
+        self._threads = IoThreads(options.threads, "cacheflow-dram")
+        self._objects: dict[ChunkKey, dict[ObjectKey, _Object]] = {}
+        self._closed = False
+
+    @classmethod
+    async def open(cls, options: Mapping[str, object]) -> Self:
+        return cls(DramOptions.parse(cls.name, options))
+
+    async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
+        self._check()
+        return [[o.info for o in self._objects.get(key, {}).values()] for key in keys]
+
+    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+        self._check()
+        # Resolved and held before the first await: what is replaced meanwhile is still read whole.
+        found = {id(read): self._find(read.key) for read in reads}
+        for item in found.values():
+            if item is not None:
+                item.lease.hold.acquire()
+
+        def copy(read: Read) -> tuple[TransferStatus, int]:
+            item = found[id(read)]
+            if item is None:
+                return TransferStatus.MISSING, 0
+            nbytes = max(0, min(read.buffer.nbytes, item.nbytes - read.offset))
+            ctypes.memmove(read.buffer.address, item.lease.buffer.address + read.offset, nbytes)
+            ok = nbytes == read.buffer.nbytes
+            return (TransferStatus.OK if ok else TransferStatus.SHORT), nbytes
+
+        def let_go(read: Read) -> None:
+            item = found[id(read)]
+            if item is not None:
+                item.lease.hold.release()
+
+        results = load_on_threads(self._threads, reads, copy, let_go)
+        async with aclosing(results):
+            async for result in results:
+                yield result
+
+    async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
+        self._check()
+        return [await self._store(write) for write in writes]
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        self._check()
+        return [self._remove(key) for key in keys]
+
+    async def scan(self) -> AsyncIterator[ChunkInfo]:
+        self._check()
+        for shards in list(self._objects.values()):
+            for item in list(shards.values()):
+                yield item.info
+
+    async def used_bytes(self) -> int:
+        return sum(o.nbytes for shards in self._objects.values() for o in shards.values())
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._threads.aclose(1.0)
+            for shards in self._objects.values():
+                for item in shards.values():
+                    item.lease.release()
+            self._objects.clear()
+            await self._arena.aclose()
+
+    async def _store(self, write: Write) -> TransferResult:
+        start = time.monotonic()
+        try:
+            lease = self._arena.try_lease(write.nbytes)
+        except CapacityError as error:
+            return TransferResult(write, TransferStatus.FULL, 0, 0.0, error)
+        if lease is None:
+            full = CapacityError(
+                f"dram tier: no room for {write.nbytes} bytes in {self._arena.capacity} "
+                f"({self._arena.free_bytes} free); raise option capacity_bytes"
+            )
+            return TransferResult(write, TransferStatus.FULL, 0, 0.0, full)
+        for buffer in (*write.parts, lease.buffer):
+            buffer.hold.acquire()
+
+        def release() -> None:
+            for buffer in (*write.parts, lease.buffer):
+                buffer.hold.release()
+
+        def copy() -> None:
+            try:
+                at = lease.buffer.address
+                for part in write.parts:
+                    ctypes.memmove(at, part.address, part.nbytes)
+                    at += part.nbytes
+            finally:
+                release()
+
+        job = self._threads.submit(copy, abandoned=release)
+        try:
+            await job.done
+        except BaseException:
+            job.withdraw()
+            lease.release()
+            raise
+        self._remove(write.info.key)
+        item = _Object(write.info, lease, write.nbytes)
+        self._objects.setdefault(write.info.key.chunk, {})[write.info.key] = item
+        seconds = time.monotonic() - start
+        return TransferResult(write, TransferStatus.OK, write.nbytes, seconds)
+
+    def _find(self, key: ObjectKey) -> _Object | None:
+        return self._objects.get(key.chunk, {}).get(key)
+
+    def _remove(self, key: ObjectKey) -> bool:
+        item = self._objects.get(key.chunk, {}).pop(key, None)
+        if item is None:
+            return False
+        if not self._objects[key.chunk]:
+            del self._objects[key.chunk]
+        item.lease.release()
+        return True
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError("the dram tier is closed")

@@ -1,0 +1,57 @@
+"""Which objects a chunk has: a folder listing kept as long as the folder has not changed.
+
+A folder whose time stamp is too fresh is listed again next time: two changes within one tick of
+the file system's clock would look like one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.kv import parse_name
+
+if TYPE_CHECKING:
+    from cacheflow.storage_backends.nvme.folder import StoreFolder
+    from cacheflow.types import ChunkKey, ObjectKey
+
+__all__ = ["Listing"]
+
+_SETTLED_NS: Final = 1_000_000_000
+
+
+class Listing:
+    """Names by chunk, per fan-out folder. Used from I/O threads."""
+
+    def __init__(self, folder: StoreFolder) -> None:
+        self._folder = folder
+        self._known: dict[str, tuple[int, dict[str, list[tuple[ObjectKey, Path]]]]] = {}
+
+    def objects(self, chunk: ChunkKey) -> list[tuple[ObjectKey, Path]]:
+        """Objects of ``chunk`` by name; whether they are valid is not looked at."""
+        digest = chunk.digest.hex()
+        return self._fan(digest[:2]).get(digest, [])
+
+    def forget(self, chunk: ChunkKey) -> None:
+        """This process changed something of the chunk's."""
+        self._known.pop(chunk.digest.hex()[:2], None)
+
+    def _fan(self, fan: str) -> dict[str, list[tuple[ObjectKey, Path]]]:
+        path = self._folder.objects / fan
+        try:
+            changed = os.stat(path).st_mtime_ns
+        except FileNotFoundError:
+            return {}
+        known = self._known.get(fan)
+        if known is not None and known[0] == changed:
+            return known[1]
+        found: dict[str, list[tuple[ObjectKey, Path]]] = {}
+        for name in os.listdir(path):
+            with contextlib.suppress(ValueError):
+                found.setdefault(name[:64], []).append((parse_name(name), path / name))
+        if time.time_ns() - changed > _SETTLED_NS:
+            self._known[fan] = (changed, found)
+        return found
