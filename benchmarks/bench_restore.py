@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from corpus import real_tokens
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -59,6 +60,10 @@ class Point:
     split: list[float] = field(default_factory=list)
     load_is_scaled: bool = False
 
+    def summary_name(self) -> str:
+        """The link in words."""
+        return "raw disk" if self.ratio == RAW else ratio_name(self.ratio)
+
     def summary(self) -> dict[str, Any]:
         """Medians over the rounds, and how far adaptive is from the better single way."""
         recompute, load, ours = (
@@ -67,7 +72,7 @@ class Point:
         better = min(recompute, load)
         return {
             "tokens": self.tokens,
-            "compute_io": "raw disk" if self.ratio == RAW else ratio_name(self.ratio),
+            "compute_io": self.summary_name(),
             "recompute_s": recompute,
             "load_s": load,
             "adaptive_s": ours,
@@ -257,7 +262,7 @@ def table(points: Sequence[Point]) -> Table:
 
 
 async def main(options: argparse.Namespace) -> None:
-    from cacheflow.plugins.transformers import TransformersEngine, prepare_smollm2, real_text
+    from cacheflow.plugins.transformers import TransformersEngine, prepare_smollm2
 
     console = Console(stderr=True)
     model = Path(options.model) if options.model else await asyncio.to_thread(prepare_smollm2)
@@ -265,7 +270,7 @@ async def main(options: argparse.Namespace) -> None:
         model, dtype=options.dtype, threads=options.threads, kv_bytes=3 << 30
     )
     longest = max(options.lengths)
-    tokens = real_text(engine, longest + SUFFIX)
+    tokens = await asyncio.to_thread(real_tokens, engine.tokenizer, longest + SUFFIX)
     points = [Point(n, r) for n in options.lengths for r in options.ratios]
     nvme = load_backend("nvme")
     with tempfile.TemporaryDirectory(dir=options.store) as folder, Progress(console=console) as bar:
@@ -274,7 +279,8 @@ async def main(options: argparse.Namespace) -> None:
         task = bar.add_task("filling the store", total=options.rounds * len(points))
         await bench.fill()
         for point in points:
-            bar.update(task, description=f"{point.tokens} tokens {point.ratio:.2g}")
+            link = point.summary_name()
+            bar.update(task, description=f"{point.tokens} tokens, {link}")
             await bench.point(point, options.rounds, lambda: bar.advance(task))
             if options.verbose:
                 console.print_json(json.dumps(point.summary()))

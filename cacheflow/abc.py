@@ -116,6 +116,11 @@ class Recomputer(Protocol):
         """Names everything that decides bits: grid, torch, device, attention, threads, TP."""
         ...
 
+    @property
+    def claim_ahead(self) -> int:
+        """Layers claimed ahead of the device: 0 where the compute thread works itself."""
+        ...
+
     async def open(self, request_id: str, tokens: Sequence[int]) -> None:
         """Make room for ``tokens`` (the whole prompt) and remember them.
 

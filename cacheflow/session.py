@@ -47,7 +47,7 @@ class Generation:
     ttft_seconds: float | None = None
     """From arrival to the first token."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was resident or restored; the rest was computed as suffix."""
+    """Prompt tokens whose KV was resident or stored somewhere."""
     saved: dict[str, Saved] | None = None
 
 
@@ -81,8 +81,11 @@ class CacheFlow:
         engine: Engine,
         backends: dict[str, StorageBackend] | None = None,
         observer: Observer | None = None,
+        compute: ComputeModel | None = None,
     ) -> AsyncIterator[CacheFlow]:
         """Open the tiers of ``settings`` (or take ``backends``, which stay the caller's).
+
+        ``compute``: what is known of this engine's speed already, and learned on from here.
 
         Raises:
             ConfigError: a setting, a tier or the model cannot be used; says which and why.
@@ -96,9 +99,10 @@ class CacheFlow:
             pool = StagingPool(settings.staging_bytes)
             stack.push_async_callback(pool.aclose)
             scheduler = BatchScheduler(
-                ComputeModel(*engine.layer_flops),
+                compute or ComputeModel(*engine.layer_flops),
                 clock,
                 max_load_bytes=settings.staging_bytes // 8,
+                claim_ahead=engine.claim_ahead,
             )
             restorer = Restorer(
                 engine,
@@ -240,7 +244,7 @@ class Session:
             self._flow.engine.set_segments(request_id, span, restoration.segments)
         self._tokens = list(prompt)
         report.restoration = restoration
-        report.cached_tokens = resident or restoration.prefix_tokens
+        report.cached_tokens = resident or restoration.stored_tokens
 
     async def _save(self, request_id: str) -> dict[str, Saved]:
         return await self._flow._saver.save(request_id, self._flow.keys(self._tokens))

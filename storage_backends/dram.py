@@ -5,9 +5,11 @@ Copies run on a few threads with the GIL released. Knows nothing of what the byt
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import time
-from contextlib import aclosing
+from collections import deque
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -16,6 +18,7 @@ from pydantic import Field
 from cacheflow.abc import StorageBackend
 from cacheflow.errors import CapacityError, ClosedError
 from cacheflow.memory import Lease, StagingPool
+from cacheflow.storage_backends.checks import check_reads, check_writes
 from cacheflow.storage_backends.loading import load_on_threads
 from cacheflow.storage_backends.options import Options
 from cacheflow.storage_backends.threads import IoThreads
@@ -24,7 +27,7 @@ from cacheflow.types import Capabilities, TransferResult, TransferStatus
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
+    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read, Write
 
 __all__ = ["DramBackend", "DramOptions"]
 
@@ -69,10 +72,11 @@ class DramBackend(StorageBackend):
 
     async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
         self._check()
+        check_reads(reads)
         # Resolved and held before the first await: what is replaced meanwhile is still read whole.
         found = {id(read): self._find(read.key) for read in reads}
-        for item in found.values():
-            if item is not None:
+        for read in reads:
+            if (item := found[id(read)]) is not None:
                 item.lease.hold.acquire()
 
         def copy(read: Read) -> tuple[TransferStatus, int]:
@@ -95,8 +99,22 @@ class DramBackend(StorageBackend):
                 yield result
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
+        """See the contract. One after another, so that a replaced object makes room for the next;
+        while it is being replaced both need room."""
         self._check()
-        return [await self._store(write) for write in writes]
+        check_writes(writes)
+        left = deque(writes)
+        for write in writes:
+            _acquire(write.parts)
+        results = []
+        try:
+            while left:
+                self._check()
+                results.append(await self._store(left.popleft()))
+        finally:
+            for write in left:
+                _release(write.parts)
+        return results
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         self._check()
@@ -109,6 +127,7 @@ class DramBackend(StorageBackend):
                 yield item.info
 
     async def used_bytes(self) -> int:
+        self._check()
         return sum(o.nbytes for shards in self._objects.values() for o in shards.values())
 
     async def aclose(self) -> None:
@@ -122,23 +141,14 @@ class DramBackend(StorageBackend):
             await self._arena.aclose()
 
     async def _store(self, write: Write) -> TransferResult:
+        """One write, whose parts are held; they are released when the copy has ended."""
         start = time.monotonic()
-        try:
-            lease = self._arena.try_lease(write.nbytes)
-        except CapacityError as error:
-            return TransferResult(write, TransferStatus.FULL, 0, 0.0, error)
-        if lease is None:
-            full = CapacityError(
-                f"dram tier: no room for {write.nbytes} bytes in {self._arena.capacity} "
-                f"({self._arena.free_bytes} free); raise option capacity_bytes"
-            )
-            return TransferResult(write, TransferStatus.FULL, 0, 0.0, full)
-        for buffer in (*write.parts, lease.buffer):
-            buffer.hold.acquire()
-
-        def release() -> None:
-            for buffer in (*write.parts, lease.buffer):
-                buffer.hold.release()
+        lease = self._room_for(write)
+        if not isinstance(lease, Lease):
+            _release(write.parts)
+            return TransferResult(write, TransferStatus.FULL, 0, time.monotonic() - start, lease)
+        touched = (*write.parts, lease.buffer)
+        lease.hold.acquire()
 
         def copy() -> None:
             try:
@@ -147,20 +157,37 @@ class DramBackend(StorageBackend):
                     ctypes.memmove(at, part.address, part.nbytes)
                     at += part.nbytes
             finally:
-                release()
+                _release(touched)
 
-        job = self._threads.submit(copy, abandoned=release)
         try:
-            await job.done
+            job = self._threads.submit(copy, abandoned=lambda: _release(touched))
+        except ClosedError:
+            _release(touched)
+            lease.release()
+            raise
+        try:
+            await asyncio.shield(job.done)
         except BaseException:
             job.withdraw()
             lease.release()
             raise
+        if self._closed:
+            lease.release()
+            raise ClosedError("the dram tier was closed")
         self._remove(write.info.key)
         item = _Object(write.info, lease, write.nbytes)
         self._objects.setdefault(write.info.key.chunk, {})[write.info.key] = item
         seconds = time.monotonic() - start
         return TransferResult(write, TransferStatus.OK, write.nbytes, seconds)
+
+    def _room_for(self, write: Write) -> Lease | CapacityError:
+        with suppress(CapacityError):
+            if (lease := self._arena.try_lease(write.nbytes)) is not None:
+                return lease
+        return CapacityError(
+            f"dram tier: no room for {write.nbytes} bytes in {self._arena.capacity} "
+            f"({self._arena.free_bytes} free); raise option capacity_bytes"
+        )
 
     def _find(self, key: ObjectKey) -> _Object | None:
         return self._objects.get(key.chunk, {}).get(key)
@@ -177,3 +204,13 @@ class DramBackend(StorageBackend):
     def _check(self) -> None:
         if self._closed:
             raise ClosedError("the dram tier is closed")
+
+
+def _acquire(buffers: Sequence[Buffer]) -> None:
+    for buffer in buffers:
+        buffer.hold.acquire()
+
+
+def _release(buffers: Sequence[Buffer]) -> None:
+    for buffer in buffers:
+        buffer.hold.release()

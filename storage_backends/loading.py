@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ async def load_on_threads(
     the buffer any more: from the thread when ``read_into`` has returned, or at once when the read
     is withdrawn before it began. ``OSError`` becomes a FAILED result.
     """
-    left = list(reads)
+    left = deque(reads)
     for read in left:
         read.buffer.hold.acquire()
 
@@ -46,7 +47,7 @@ async def load_on_threads(
             work = _work(read, read_into, let_go)
             job = threads.submit(work, abandoned=partial(let_go, read))
             jobs[job.done] = job
-            left.pop(0)
+            left.popleft()
         while jobs:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
@@ -72,7 +73,8 @@ def _work(
             status, nbytes = read_into(read)
         except OSError as caught:
             status, nbytes = TransferStatus.FAILED, 0
-            error = BackendError(str(caught), operation="load", context=repr(read.key))
+            reason = caught.strerror or str(caught)
+            error = BackendError(reason, operation="load", context=repr(read.key))
         finally:
             let_go(read)
         return TransferResult(read, status, nbytes, time.monotonic() - start, error)

@@ -38,15 +38,26 @@ class Job:
             begun, self.begun = self.begun, True
             return not begun
 
-    def withdraw(self) -> bool:
-        """Take the job so that it never runs; False if it already has begun."""
+    def withdraw(self, error: Exception | None = None) -> bool:
+        """Take the job so that it never runs; False if it already has begun.
+
+        Whoever awaits it gets ``error``, or a cancellation where there is none.
+        """
         if not self.begin():
             return False
         if self.abandoned is not None:
             self.abandoned()
-        if not self.done.done():
-            self.done.cancel()
+        self.fail(error)
         return True
+
+    def fail(self, error: Exception | None) -> None:
+        """End ``done``, if it has not ended, whatever becomes of the work."""
+        if self.done.done():
+            return
+        if error is None:
+            self.done.cancel()
+        else:
+            self.done.set_exception(error)
 
 
 class IoThreads:
@@ -90,16 +101,23 @@ class IoThreads:
             raise
 
     async def aclose(self, seconds: float) -> bool:
-        """Withdraw what has not begun and wait at most ``seconds`` for the rest; True if it ended."""
+        """Withdraw what has not begun and wait at most ``seconds`` for the rest; True if it ended.
+
+        Whoever still awaits a job gets a ClosedError; a hung one keeps what it holds until it ends.
+        """
         self._closed = True
+        error = ClosedError(f"{self._name} was closed")
         for job in list(self._open):
-            job.withdraw()
+            job.withdraw(error)
         for _ in self._threads:
             self._jobs.put(None)
-        running = [job.done for job in self._open if not job.done.done()]
+        running = [job for job in self._open if not job.done.done()]
         if running:
-            await asyncio.wait(running, timeout=seconds)
-        return not any(not done.done() for done in running)
+            await asyncio.wait([job.done for job in running], timeout=seconds)
+        hung = [job for job in running if not job.done.done()]
+        for job in hung:
+            job.fail(error)
+        return not hung
 
     def _forget(self, job: Job, done: asyncio.Future[Any]) -> None:
         self._open.discard(job)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from cacheflow import __version__
 from cacheflow.cli.checks import Check, Verdict, checks
 from cacheflow.cli.output import AsJson, figures, print_json, progress
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "show"]
 
 _STYLE: Final = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.FAIL: "red"}
 
@@ -32,7 +33,7 @@ def doctor(
     if json:
         print_json({"version": __version__, "checks": [asdict(check) for check in found]})
     else:
-        _show(found)
+        show(found)
     if any(check.verdict is Verdict.FAIL for check in found):
         raise typer.Exit(1)
 
@@ -49,11 +50,13 @@ def _run(folder: Path) -> list[Check]:
     return found
 
 
-def _show(found: list[Check]) -> None:
+def show(found: list[Check]) -> None:
+    """Print the findings as a table."""
     table = Table(title=f"cacheflow {__version__}", title_justify="left")
     for column in ("check", "", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for check in found:
         style = _STYLE[check.verdict]
-        table.add_row(check.name, f"[{style}]{check.verdict}[/]", check.found, check.fix)
+        name, what, fix = (escape(text) for text in (check.name, check.found, check.fix))
+        table.add_row(name, f"[{style}]{check.verdict}[/]", what, fix)
     figures().print(table)

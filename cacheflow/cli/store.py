@@ -44,11 +44,12 @@ def ls(folder: Folder, json: AsJson = False) -> None:
         print_json({"objects": rows})
         return
     table = Table()
-    for column in ("key", "kind", "layers", "heads", "tokens", "dtype", "canonical", "size"):
+    table.add_column("key", no_wrap=True, min_width=12)
+    for column in ("kind", "layers", "heads", "tokens", "dtype", "canonical", "size"):
         table.add_column(column, justify="right" if column in ("tokens", "size") else "left")
     for row in rows:
         table.add_row(
-            row["chunk"][:16],
+            row["chunk"][:12],
             row["kind"],
             "{}-{}".format(*row["layers"]),
             "{}-{}".format(*row["heads"]),
@@ -80,18 +81,23 @@ def stat(folder: Folder, json: AsJson = False) -> None:
 
 @app.command("verify")
 def verify(folder: Folder, json: AsJson = False) -> None:
-    """Read every object whole and compare all checksums. Exits with 1 when one is bad."""
-    findings = run(_verify(folder))
+    """Read every object whole and compare all checksums. Exits with 1 when one is bad.
+
+    Files that are no objects any more (truncated, say) are never served; the log names them.
+    """
+    findings, stray = run(_verify(folder))
     bad = [finding for finding in findings if finding.error]
     if json:
         listed = [{"name": finding.name, "error": finding.error} for finding in bad]
         total = sum(finding.nbytes for finding in findings)
-        print_json({"objects": len(findings), "bytes": total, "bad": listed})
+        print_json({"objects": len(findings), "bytes": total, "bad": listed, "stray_bytes": stray})
     else:
         for finding in bad:
             figures().print(f"{finding.name}: {finding.error}", markup=False, soft_wrap=True)
         figures().print(f"{len(findings)} objects read, {len(bad)} bad", highlight=False)
-    if bad:
+        if stray:
+            figures().print(f"{human_bytes(stray)} in files that are no valid objects (see above)")
+    if bad or stray:
         raise typer.Exit(1)
 
 
@@ -153,16 +159,18 @@ async def _stat(folder: Path) -> tuple[list[ChunkInfo], int]:
         return await _collect(backend), await backend.used_bytes()
 
 
-async def _verify(folder: Path) -> list[Finding]:
+async def _verify(folder: Path) -> tuple[list[Finding], int]:
+    """Findings, and the bytes that the store uses for files that are no valid objects."""
     async with _opened(folder) as backend:
         infos = await _collect(backend)
+        stray = await backend.used_bytes() - sum(info.nbytes for info in infos)
         with progress(in_bytes=True) as bar:
             task = bar.add_task("verifying", total=sum(info.nbytes for info in infos))
             findings = []
             for info in infos:
                 findings.append(await verify_object(backend, info))
                 bar.advance(task, info.nbytes)
-    return findings
+    return findings, stray
 
 
 async def _remove(folder: Path, infos: Sequence[ChunkInfo]) -> int:

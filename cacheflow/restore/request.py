@@ -28,12 +28,19 @@ class RestoreRequest:
     resident: int = 0
     """Leading tokens whose KV the engine still has: only what follows is computed."""
 
-    def spec(self, layout: KVLayout, grid: TileGrid) -> RequestSpec:
+    def spec(self, layout: KVLayout, grid: TileGrid, stored: int | None = None) -> RequestSpec:
         """Positions only. At least the last token is always computed, so a prompt that is stored
-        as a whole restores all chunks but the one with the last token."""
+        as a whole restores all chunks but the one with the last token.
+
+        ``stored``: how many leading chunks can matter, because none behind them is stored.
+        """
         chunk = layout.chunk_tokens
         total = len(self.tokens)
         usable = 0 if self.resident else min(len(self.keys), (total - 1) // chunk)
+        if stored is not None:
+            # Whole tiles: a piece of one would not be recomputed to the same bits.
+            last = grid.tile(grid.index_at(stored * chunk - 1)).stop // chunk if stored else 0
+            usable = min(usable, last)
         prefix = usable * chunk
         return RequestSpec(
             id=self.id,
@@ -66,6 +73,8 @@ class Restoration:
     failed_loads: int
     dropped_loads: int
     """Verified loads whose cells recompute had taken first."""
+    stored_tokens: int = 0
+    """Tokens of the prefix that some tier had."""
     segments: tuple[Segment, ...] = ()
     """Provenance of the restored prefix."""
 
@@ -87,6 +96,7 @@ class Job:
     """Nothing of the request is left in the restorer."""
     located: dict[str, Located] = field(default_factory=dict)
     loads: set[asyncio.Task[None]] = field(default_factory=set)
+    admitted: bool = False
     computing: bool = False
     restored_at: float | None = None
     recomputed: set[tuple[int, int]] = field(default_factory=set)
@@ -94,6 +104,15 @@ class Job:
     loaded: dict[str, int] = field(default_factory=dict)
     failed: int = 0
     dropped: int = 0
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens of chunks of which some tier has at least a part."""
+        chunks = self.spec.prefix_tokens // self.spec.chunk_tokens
+        return self.spec.chunk_tokens * sum(
+            any(located.chunks[chunk] for located in self.located.values())
+            for chunk in range(chunks)
+        )
 
     @property
     def recomputed_cells(self) -> int:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cacheflow.clock import Clock
     from cacheflow.memory import StagingPool
     from cacheflow.scheduling import BatchScheduler, Policy
+    from cacheflow.tiers import Located
     from cacheflow.types import Event, Observer
 
 __all__ = ["Restorer"]
@@ -102,13 +103,13 @@ class Restorer:
         group = self._group
         if group is None:
             raise ClosedError("the restorer is not running; use it inside 'async with'")
-        job = self._admit(request, policy)
+        job = self._register(request)
         try:
-            asking = group.create_task(self._look_up(job, policy))
-            job.loads.add(asking)
-            asking.add_done_callback(job.loads.discard)
+            await self._look_up(job, policy)
+            self._admit(job, policy)
             await job.done
         except BaseException as error:
+            self.scheduler.cancel(job.spec.id)
             outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
             self._announce(job, policy, outcome)
             raise
@@ -138,7 +139,7 @@ class Restorer:
     def changed(self, request_id: str) -> None:
         """Something ended: see whether the request is done, and let every driver look again."""
         job = self._jobs.get(request_id)
-        if job is not None and not job.done.done():
+        if job is not None and job.admitted and not job.done.done():
             if job.restored_at is None and self.scheduler.restored(request_id):
                 job.restored_at = self.clock.now()
             if not job.computing and self.scheduler.finished(request_id):
@@ -164,23 +165,38 @@ class Restorer:
 
     # -- one request ---------------------------------------------------------------------------
 
-    def _admit(self, request: RestoreRequest, policy: Policy) -> Job:
+    def _register(self, request: RestoreRequest) -> Job:
         spec = request.spec(self.recomputer.layout, self.recomputer.grid)
+        if spec.id in self._jobs:
+            raise ValueError(f"request {spec.id!r} is already being restored")
         job = Job(request, spec, asyncio.get_running_loop().create_future())
-        grace = _LOOKUP_GRACE if self._will_look(job, policy) else 0.0
-        self.scheduler.admit(spec, policy, compute_from=self.clock.now() + grace)
         self._jobs[spec.id] = job
-        self.changed(spec.id)
         return job
 
-    def _will_look(self, job: Job, policy: Policy) -> bool:
-        return bool(self.channels) and job.spec.prefix_tokens > 0 and policy.load(0.0, 1.0)
-
     async def _look_up(self, job: Job, policy: Policy) -> None:
-        if self._will_look(job, policy):
-            await asyncio.gather(*(self._ask(job, name) for name in self.channels))
-        self.scheduler.start_compute(job.spec.id)
+        """Ask every tier at once; give them a moment, the late ones are heard when they answer."""
+        if not (self.channels and job.spec.prefix_tokens and policy.load(0.0, 1.0)):
+            return
+        asking = [self.group.create_task(self._ask(job, name)) for name in self.channels]
+        for task in asking:
+            self.spawn(job, task)
+        _, late = await asyncio.wait(asking, timeout=_LOOKUP_GRACE)
+        if not late:
+            # What is stored nowhere is suffix: its last tile is then computed in one piece.
+            stored = max((located.reach for located in job.located.values()), default=0)
+            layout, grid = self.recomputer.layout, self.recomputer.grid
+            job.spec = job.request.spec(layout, grid, stored)
+
+    def _admit(self, job: Job, policy: Policy) -> None:
+        self.scheduler.admit(job.spec, policy)
+        job.admitted = True
+        for located in job.located.values():
+            self._extend(job, located)
         self.changed(job.spec.id)
+
+    def _extend(self, job: Job, located: Located) -> None:
+        coverage = located.coverage(self.recomputer.layout)
+        self.scheduler.extend_coverage(job.spec.id, coverage)
 
     async def _ask(self, job: Job, name: str) -> None:
         """Coverage of one tier, as soon as it answers; a tier that fails has nothing."""
@@ -197,8 +213,9 @@ class Restorer:
         else:
             found = located.found
             job.located[name] = located
-            self.scheduler.extend_coverage(job.spec.id, located.coverage(layout))
-            self.changed(job.spec.id)
+            if job.admitted:
+                self._extend(job, located)
+                self.changed(job.spec.id)
         stop = self.clock.now()
         self.emit(LookedUp(job.spec.id, name, chunks, found, start, stop, reason))
 
@@ -230,6 +247,7 @@ class Restorer:
             loaded_cells=dict(job.loaded),
             failed_loads=job.failed,
             dropped_loads=job.dropped,
+            stored_tokens=job.stored_tokens,
             segments=tuple(job.provenance()),
         )
 

@@ -50,20 +50,11 @@ class BatchScheduler:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def admit(self, request: RequestSpec, policy: Policy, *, compute_from: float = 0.0) -> None:
-        """Nothing known yet of what is stored: compute may start, at ``compute_from``.
-
-        A few milliseconds there let the first lookup answer, since a layer that was begun cannot
-        be taken back; :meth:`start_compute` ends the wait.
-        """
+    def admit(self, request: RequestSpec, policy: Policy) -> None:
+        """Nothing known yet of what is stored: compute may start."""
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already admitted")
-        self._requests[request.id] = Frontier(request, policy, self._outlook, compute_from)
-
-    def start_compute(self, request_id: str) -> None:
-        """All lookups have answered: there is nothing to wait for."""
-        if request_id in self._requests:
-            self._requests[request_id].compute_from = 0.0
+        self._requests[request.id] = Frontier(request, policy, self._outlook)
 
     def extend_coverage(self, request_id: str, coverage: Coverage) -> None:
         """A tier answered: its channel can deliver these cells."""
@@ -89,7 +80,8 @@ class BatchScheduler:
 
     def paused_tiles(self, request_id: str) -> list[int]:
         """First tokens of tiles whose hidden state the engine may drop; each is named once."""
-        return self._requests[request_id].paused()
+        frontier = self._requests.get(request_id)
+        return [] if frontier is None else frontier.paused()
 
     # -- compute -------------------------------------------------------------------------------
 

@@ -46,12 +46,8 @@ class Reach:
 class Frontier:
     """Cells, claims and readiness of one request. Loop-owned except :meth:`claim`."""
 
-    def __init__(
-        self, spec: RequestSpec, policy: Policy, outlook: Outlook, compute_from: float = 0.0
-    ) -> None:
+    def __init__(self, spec: RequestSpec, policy: Policy, outlook: Outlook) -> None:
         self.spec = spec
-        self.compute_from = compute_from
-        """Compute leaves the request alone until then: lookups are about to answer."""
         self.policy = policy
         self.gate = threading.Lock()
         self.tiles = [TileState(t, spec.num_layers, spec.chunk_tokens) for t in spec.tiles]
@@ -114,8 +110,6 @@ class Frontier:
 
     def next_work(self, now: float) -> TileWork | None:
         """The lowest tile (then the suffix) whose next layer compute should take now."""
-        if now < self.compute_from:
-            return None
         with self.gate:
             for t, state in enumerate(self.tiles):
                 if self._decide(t, state.low, now) is not Claim.REFUSED:
@@ -157,8 +151,6 @@ class Frontier:
 
     def wake_at(self, now: float) -> float:
         """When compute should look again although nothing ended: loads will be too late then."""
-        if now < self.compute_from:
-            return self.compute_from
         with self.gate:
             if not self.policy.compute(0.0, 1.0):
                 return float("inf")

@@ -39,6 +39,7 @@ class FakeEngine:
         self.grid = grid or TileGrid((32, 32, 64), 128)
         self.grid_id = f"grid={self.grid.name};fake"
         self.before_layer: Callable[[TileWork, int], None] = lambda work, layer: None
+        self.claim_ahead = 0
         self.published = 0
         self._layer_seconds = layer_seconds
         self._tokens: dict[str, list[int]] = {}

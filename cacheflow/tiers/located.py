@@ -36,6 +36,11 @@ class Located:
         """Chunks of which anything is there."""
         return sum(1 for infos in self.chunks if infos)
 
+    @property
+    def reach(self) -> int:
+        """Chunks up to and including the last one of which anything is there."""
+        return max((i + 1 for i, infos in enumerate(self.chunks) if infos), default=0)
+
     def coverage(self, layout: KVLayout) -> Coverage:
         """Bitmaps of layers per chunk."""
         return Coverage(

@@ -4,42 +4,66 @@ The softmax over a set of keys can be computed in parts that are merged by their
 (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention-2). Here a tile of queries meets every
 earlier page without a mask, the query heads of a group folded into the query axis so that K and V
 are never repeated, and only its own diagonal block is causal. So wide tiles cost what a full pass
-costs, and the arithmetic depends on the page edges alone.
+costs, and the arithmetic depends on the page edges alone. In a decode step all requests that hold
+the same page meet it in one call, so that a shared prefix is read once, not once a request.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ATTENTION_NAME", "Past", "attend", "attention_forward", "current_past"]
+__all__ = ["ATTENTION_NAME", "RowBlock", "Rows", "Tile", "attention_forward", "current_reach"]
 
 ATTENTION_NAME: Final = "cacheflow"
 
+_FOREIGN: Final = {
+    "sliding_window": "sliding-window attention",
+    "softcap": "attention score capping",
+    "s_aux": "attention sinks",
+    "position_bias": "additive position biases",
+}
+"""Arguments with which transformers' attention layers ask for what we do not compute."""
+
+KeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""K and V, each ``[1, Hkv, n, D]``."""
+
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """What the queries of one layer see besides their own diagonal block.
+class Tile:
+    """One request's tile: its queries see all of ``blocks`` and, causally, their own block."""
 
-    ``blocks``: per query row (or one entry for a single row) the K and V of earlier keys, each
-    ``[1, Hkv, n, D]``.
-    """
+    blocks: Sequence[KeyValue]
 
-    rows: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """K and V that some rows of a decode step see; ``rows`` (int64) is None for all of them."""
+
+    rows: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A decode step: one query a row; ``blocks`` hold everything seen, the new tokens included."""
+
+    blocks: Sequence[RowBlock]
 
 
 class _Current(threading.local):
-    past: Past | None = None
+    reach: Tile | Rows | None = None
 
 
-current_past: Final = _Current()
-"""Set by the walker around each layer, on its own thread."""
+current_reach: Final = _Current()
+"""What the layer that is running may see; set by the walker around it, on its own thread."""
 
 
 def attention_forward(
@@ -53,53 +77,88 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers: ``query [B, Hq, n, D]`` -> ``[B, n, Hq, D]``.
 
-    ``key`` and ``value`` are the diagonal block ``[B, Hkv, n, D]``; the rest is in
-    :data:`current_past`.
+    ``key`` and ``value`` are the queries' own block ``[B, Hkv, n, D]``, as the page holds it; the
+    rest is in :data:`current_reach`.
+
+    Raises:
+        RuntimeError: called outside the walk, or for a kind of attention that is not ours.
     """
-    past = current_past.past
-    if past is None:
+    reach = current_reach.reach
+    if reach is None:
         raise RuntimeError("cacheflow attention was called outside the engine's walk")
+    for name, what in _FOREIGN.items():
+        if kwargs.get(name) is not None:
+            raise RuntimeError(f"its layers use {what} ({name})")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = [
-        attend(query[i : i + 1], key[i : i + 1], value[i : i + 1], blocks, scale)
-        for i, blocks in enumerate(past.rows)
-    ]
-    out = rows[0] if len(rows) == 1 else torch.cat(rows)
+    if isinstance(reach, Tile):
+        out = _attend_tile(query, key, value, reach.blocks, scale)
+    else:
+        out = _attend_rows(query, reach.blocks, scale)
     return out.transpose(1, 2), None
 
 
-def attend(
+def _attend_tile(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    blocks: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    blocks: Sequence[KeyValue],
     scale: float,
 ) -> torch.Tensor:
-    """One row: ``query [1, Hq, n, D]`` over ``blocks`` and causally over its own block."""
+    """``query [1, Hq, n, D]`` over ``blocks`` and causally over its own block."""
     query = query.contiguous()
     group = query.shape[1] // key.shape[1]
-    own = (_repeat(key, group), _repeat(value, group))
-    out, lse = _flash(query, *own, causal=query.shape[2] > 1, scale=scale)
+    out, lse = _flash(query, _repeat(key, group), _repeat(value, group), causal=True, scale=scale)
     if not blocks:
         return out
-    total, norm = out.float(), lse.contiguous()
+    total, norm = out.float(), lse
     folded = query.view(1, key.shape[1], group * query.shape[2], query.shape[3])
     for past_key, past_value in blocks:
         part, part_lse = _flash(folded, past_key, past_value, causal=False, scale=scale)
-        total, norm = _merge(
-            total, norm, part.reshape(query.shape), part_lse.reshape(query.shape[:3])
-        )
+        norm = _merge(total, norm, part.reshape(query.shape), part_lse.reshape(query.shape[:3]))
     return total.to(query.dtype)
+
+
+def _attend_rows(
+    query: torch.Tensor, blocks: Sequence[RowBlock], scale: float
+) -> torch.Tensor:
+    """``query [B, Hq, 1, D]``, each row over the blocks that name it."""
+    total = torch.zeros_like(query, dtype=torch.float32)
+    norm = torch.full(query.shape[:3], -torch.inf, device=query.device)
+    for block in blocks:
+        if block.rows is None:
+            norm = _merge(total, norm, *_fold(query, block, scale))
+            continue
+        part, part_lse = _fold(query.index_select(0, block.rows), block, scale)
+        some, some_norm = total.index_select(0, block.rows), norm.index_select(0, block.rows)
+        norm.index_copy_(0, block.rows, _merge(some, some_norm, part, part_lse))
+        total.index_copy_(0, block.rows, some)
+    return total.to(query.dtype)
+
+
+def _fold(query: torch.Tensor, block: RowBlock, scale: float) -> KeyValue:
+    """Rows and their query groups become the query axis: ``out [R, Hq, 1, D], lse [R, Hq, 1]``."""
+    rows, heads, _, dim = query.shape
+    kv_heads = block.key.shape[1]
+    shape = (kv_heads, rows, heads // kv_heads)
+    folded = query.reshape(rows, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
+    out, lse = _flash(folded, block.key, block.value, causal=False, scale=scale)
+    return (
+        out.reshape(*shape, dim).transpose(0, 1).reshape(query.shape),
+        lse.reshape(shape).transpose(0, 1).reshape(rows, heads, 1),
+    )
 
 
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over both key sets from the two separate ones; ``out`` (fp32) is updated in place."""
+) -> torch.Tensor:
+    """Join the softmaxes over two key sets: into ``out`` (fp32), the new log-sum-exp is returned.
+
+    A key set that was empty so far (``lse`` of minus infinity) adds nothing.
+    """
     both = torch.logaddexp(lse, part_lse)
     out.mul_(torch.exp(lse - both).unsqueeze(-1))
     out.addcmul_(part.float(), torch.exp(part_lse - both).unsqueeze(-1))
-    return out, both
+    return both
 
 
 def _repeat(states: torch.Tensor, group: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from cacheflow.errors import ClosedError, ConfigError
+from cacheflow.errors import CapacityError, ClosedError, ConfigError
 from cacheflow.kv import make_grid_id
 from cacheflow.plugins.transformers.attention import ATTENTION_NAME
 from cacheflow.plugins.transformers.check import check_walk
@@ -22,6 +22,7 @@ from cacheflow.plugins.transformers.lanes import CpuStreams, CudaStreams, Lane, 
 from cacheflow.plugins.transformers.model import identity_of, kv_layout, layer_flops, load_model
 from cacheflow.plugins.transformers.pages import PagePool
 from cacheflow.plugins.transformers.request import OpenRequest
+from cacheflow.plugins.transformers.smollm2 import prepare_smollm2
 from cacheflow.plugins.transformers.walk import Walker
 from cacheflow.types import Claim, ComputeBatch, KVLayout, Segment, Span, TileGrid, TileWork
 
@@ -70,6 +71,7 @@ class TransformersEngine:
             threads=threads,
         )
         self._model = model
+        self._vocabulary = int(model.config.vocab_size)
         self._streams = streams
         self._pool = PagePool(layout, grid, kv_bytes, device)
         self._walker = Walker(model, streams)
@@ -130,6 +132,13 @@ class TransformersEngine:
             raise
         return engine
 
+    @staticmethod
+    def small_model(
+        cache_dir: Path | None = None, progress: Callable[[str, float], None] | None = None
+    ) -> Path:
+        """Folder of a small trained model, made on first use: see :func:`prepare_smollm2`."""
+        return prepare_smollm2(cache_dir, progress)
+
     # -- requests ------------------------------------------------------------------------------
 
     async def open(self, request_id: str, tokens: Sequence[int]) -> None:
@@ -141,64 +150,130 @@ class TransformersEngine:
         if not len(tokens):
             raise ConfigError("the prompt is empty: give at least one token")
         request = OpenRequest(request_id, self.grid, [])
-        self._append(request, tokens)
+        self._append([request], [tokens])
         self._requests[request_id] = request
 
     async def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """See :meth:`cacheflow.abc.Engine.extend`."""
-        self._append(self._requests[request_id], tokens)
+        self._append([self._request(request_id)], [tokens])
+
+    async def fork(self, source_id: str, request_id: str, tokens: int) -> None:
+        """Open ``request_id`` with the first ``tokens`` tokens of ``source_id``, KV included.
+
+        Whole pages are shared, the last one is copied. The KV of those tokens must be complete;
+        :meth:`extend` goes on from there.
+
+        Raises:
+            CapacityError: no KV memory is left for the copy.
+        """
+        source = self._request(source_id)
+        if not 0 < tokens <= len(source.tokens):
+            raise ValueError(f"{source_id!r} has {len(source.tokens)} tokens, not {tokens}")
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is already open")
+        made = OpenRequest(request_id, self.grid, source.tokens[:tokens])
+        made.pages = [self._pool.share(p) for p in source.pages if p.stop <= tokens]
+        try:
+            made.grow(self._pool, tokens)
+        except CapacityError:
+            made.release(self._pool)
+            raise
+        made.segments = [s for s in source.segments if s.stop <= tokens]
+        self._requests[request_id] = made
+        if made.pages[-1].users == 1:
+            try:
+                await self._on(self._compute, [made, source], lambda: self._copy_tail(source, made))
+            except BaseException:
+                await self.close(request_id)
+                raise
+
+    def _copy_tail(self, source: OpenRequest, made: OpenRequest) -> None:
+        last = made.pages[-1]
+        used = len(made.tokens) - last.start
+        with self._streams.compute():
+            data = source.pages[len(made.pages) - 1].data
+            last.data[..., :used, :].copy_(data[..., :used, :])
+            self._streams.mark().synchronize()
 
     async def close(self, request_id: str) -> None:
-        """See :meth:`cacheflow.abc.Recomputer.close`."""
+        """See :meth:`cacheflow.abc.Recomputer.close`. Also frees the KV if it is cancelled."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        request.closing = True
+        for running in request.busy:
+            # Runs after the callback that takes the future out of ``busy``.
+            running.add_done_callback(lambda _: request.release(self._pool))
+        request.release(self._pool)
         while request.busy:
             await asyncio.wait(list(request.busy))
-        request.paused.clear()
-        for page in request.pages:
-            self._pool.give(page)
-        request.pages = []
 
-    def _append(self, request: OpenRequest, tokens: Sequence[int]) -> None:
-        total = len(request.tokens) + len(tokens)
+    def _request(self, request_id: str) -> OpenRequest:
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            raise ClosedError(f"request {request_id!r} is not open") from None
+
+    def _append(
+        self, requests: Sequence[OpenRequest], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Add tokens to each request, or to none."""
+        for request, more in zip(requests, tokens, strict=True):
+            self._check(len(request.tokens), more)
+        had = [len(request.pages) for request in requests]
+        try:
+            for request, more in zip(requests, tokens, strict=True):
+                request.grow(self._pool, len(request.tokens) + len(more))
+        except CapacityError:
+            for request, pages in zip(requests, had, strict=True):
+                request.shrink(self._pool, pages)
+            raise
+        for request, more in zip(requests, tokens, strict=True):
+            request.tokens += more
+            request.last = None
+
+    def _check(self, held: int, tokens: Sequence[int]) -> None:
+        total = held + len(tokens)
         if total > self.max_tokens:
             raise ConfigError(
-                f"{total} tokens are more than the model's context of {self.max_tokens}"
+                f"{total} tokens are more than the model's context of {self.max_tokens}: "
+                f"shorten the prompt"
             )
-        vocabulary = self._model.config.vocab_size
-        for position, token in enumerate(tokens):
-            if not 0 <= token < vocabulary:
-                raise ConfigError(
-                    f"token {token} at position {position} is not in the vocabulary "
-                    f"of {vocabulary}"
-                )
-        request.grow(self._pool, total)
-        request.tokens += tokens
+        # min and max in C: a long prompt must not hold the event loop.
+        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < self._vocabulary):
+            wrong = next(i for i, t in enumerate(tokens) if not 0 <= t < self._vocabulary)
+            raise ConfigError(
+                f"token {tokens[wrong]} at position {held + wrong} is not in the vocabulary "
+                f"of {self._vocabulary}"
+            )
 
     # -- compute -------------------------------------------------------------------------------
 
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
         """See :meth:`cacheflow.abc.Recomputer.recompute`."""
+        requests = [self._request(work.request_id) for work in batch.work]
 
-        def work() -> list[ComputeDone]:
+        def ask(request: OpenRequest) -> ClaimLayer:
+            # A closed request's memory is waited for: do not make it long.
+            return lambda work, layer: Claim.REFUSED if request.closing else claim(work, layer)
+
+        def compute() -> list[ComputeDone]:
             with self._streams.compute():
                 return [
-                    self._walker.tile(self._requests[w.request_id], w, claim) for w in batch.work
+                    self._walker.tile(request, work, ask(request))
+                    for request, work in zip(requests, batch.work, strict=True)
                 ]
 
-        results = await self._on(self._compute, [w.request_id for w in batch.work], work)
-        for done in results:
+        results = await self._on(self._compute, requests, compute)
+        for request, done in zip(requests, results, strict=True):
             if done.work.is_suffix and done.next_layer == self.layout.num_layers:
-                request = self._requests.get(done.work.request_id)
-                if request is not None:
-                    request.computed(done.work.tile.start, done.work.tile.stop)
+                request.computed(done.work.tile.start, done.work.tile.stop)
         return results
 
-    async def prefill(self, request_id: str, start: int = 0) -> None:
-        """Compute everything from token ``start`` on, tile by tile, asking nobody."""
-        total = len(self._requests[request_id].tokens)
-        for tile in self.grid.split(start, total):
+    async def prefill(self, request_id: str, start: int = 0, stop: int | None = None) -> None:
+        """Compute tokens ``[start, stop)`` (default: all), tile by tile, asking nobody."""
+        total = len(self._request(request_id).tokens)
+        for tile in self.grid.split(start, total if stop is None else stop):
             work = TileWork(request_id, tile, 0, is_suffix=True)
             await self.recompute(ComputeBatch((work,)), lambda _work, _layer: Claim.WRITE)
 
@@ -214,7 +289,8 @@ class TransformersEngine:
 
     async def last_logits(self, request_id: str) -> torch.Tensor:
         """Logits ``[vocabulary]`` (fp32, on the CPU) after the last prompt token."""
-        last = self._requests[request_id].last
+        request = self._request(request_id)
+        last = request.last
         if last is None:
             raise RuntimeError(f"request {request_id!r}: its last token was not computed")
 
@@ -222,7 +298,7 @@ class TransformersEngine:
             with self._streams.compute():
                 return self._walker.logits(last)[0, -1].float().cpu()
 
-        return await self._on(self._compute, [request_id], work)
+        return await self._on(self._compute, [request], work)
 
     async def reference_logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """The same from the model's own forward pass, cold and in one piece."""
@@ -233,22 +309,23 @@ class TransformersEngine:
             logits: torch.Tensor = self._model(ids, use_cache=False).logits
             return logits[0, -1].float().cpu()
 
-        return await self._compute.run(work)
+        return await self._on(self._compute, [], work)
 
     async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
         """See :meth:`cacheflow.abc.Engine.decode`."""
-        requests = [self._requests[request_id] for request_id in request_ids]
-        for request, token in zip(requests, tokens, strict=True):
-            self._append(request, [token])
+        if len(set(request_ids)) != len(request_ids):
+            raise ValueError("a request cannot decode two tokens in one step")
+        requests = [self._request(request_id) for request_id in request_ids]
+        self._append(requests, [[token] for token in tokens])
         positions = [len(request.tokens) - 1 for request in requests]
 
         def work() -> list[int]:
             with self._streams.compute():
-                hidden = self._walker.rows(requests, tokens, positions)
+                hidden = self._walker.step(requests, tokens, positions)
                 chosen: list[int] = self._walker.logits(hidden)[:, -1].argmax(-1).tolist()
                 return chosen
 
-        chosen = await self._on(self._compute, request_ids, work)
+        chosen = await self._on(self._compute, requests, work)
         for request, position in zip(requests, positions, strict=True):
             request.computed(position, position + 1)
         return chosen
@@ -257,7 +334,7 @@ class TransformersEngine:
 
     async def publish(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         """See :meth:`cacheflow.abc.Recomputer.publish`."""
-        request = self._requests[request_id]
+        request = self._request(request_id)
 
         def work() -> None:
             with self._streams.copy():
@@ -265,11 +342,11 @@ class TransformersEngine:
                     copy_in(self.layout, request, part)
                 self._streams.mark().synchronize()
 
-        await self._on(self._copy, [request_id], work)
+        await self._on(self._copy, [request], work)
 
     async def capture(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         """See :meth:`cacheflow.abc.Recomputer.capture`."""
-        request = self._requests[request_id]
+        request = self._request(request_id)
         with self._streams.compute():
             computed = self._streams.mark()
 
@@ -280,22 +357,26 @@ class TransformersEngine:
                     copy_out(self.layout, request, part)
                 self._streams.mark().synchronize()
 
-        await self._on(self._copy, [request_id], work)
+        await self._on(self._copy, [request], work)
 
     # -- provenance and inspection -------------------------------------------------------------
 
     def segments(self, request_id: str) -> tuple[Segment, ...]:
         """See :meth:`cacheflow.abc.Engine.segments`."""
-        return tuple(self._requests[request_id].segments)
+        return tuple(self._request(request_id).segments)
 
     def set_segments(self, request_id: str, tokens: Span, segments: Sequence[Segment]) -> None:
         """See :meth:`cacheflow.abc.Engine.set_segments`."""
-        self._requests[request_id].loaded(tokens, segments)
+        self._request(request_id).loaded(tokens, segments)
 
-    def kv(self, request_id: str, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V ``[Hkv, tokens, D]`` of the first ``tokens`` tokens, copied together."""
-        blocks = self._requests[request_id].past(layer, tokens)
-        keys, values = zip(*blocks, strict=True)
+    def kv(
+        self, request_id: str, layer: int, tokens: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V ``[Hkv, tokens, D]`` of the first ``tokens`` tokens (default: all)."""
+        request = self._request(request_id)
+        parts = request.past(len(request.tokens) if tokens is None else tokens)
+        keys = [page.keys(layer, page.start, stop) for page, stop in parts]
+        values = [page.values(layer, page.start, stop) for page, stop in parts]
         return torch.cat(keys, dim=2)[0], torch.cat(values, dim=2)[0]
 
     @property
@@ -306,18 +387,23 @@ class TransformersEngine:
     async def aclose(self) -> None:
         """See :meth:`cacheflow.abc.Engine.aclose`."""
         self._closed = True
+        for request in self._requests.values():
+            request.closing = True
         for request_id in list(self._requests):
             await self.close(request_id)
         await asyncio.gather(self._compute.stop(_CLOSE_SECONDS), self._copy.stop(_CLOSE_SECONDS))
 
-    async def _on(self, lane: Lane, request_ids: Sequence[str], work: Callable[[], T]) -> T:
+    async def _on(self, lane: Lane, requests: Sequence[OpenRequest], work: Callable[[], T]) -> T:
         """Run ``work`` on a lane; its requests keep their pages until it has ended."""
-        running = asyncio.ensure_future(lane.run(work))
-        for request_id in request_ids:
-            busy = self._requests[request_id].busy
-            busy.add(running)
-            running.add_done_callback(busy.discard)
-        return await asyncio.shield(running)
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        running = lane.submit(work)
+        for request in requests:
+            request.busy.add(running)
+            running.add_done_callback(request.busy.discard)
+        # Waited for, not awaited: cancelling the caller leaves the future to the lane.
+        await asyncio.wait([running])
+        return running.result()
 
 
 def _pick_device(device: str) -> str:

@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import queue
 import threading
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
 __all__ = ["CpuStreams", "CudaStreams", "Lane", "Mark", "Streams"]
@@ -29,6 +30,10 @@ class Mark(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling thread until the stream has passed the point."""
+        ...
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Time between two marks of one stream, both passed."""
         ...
 
 
@@ -53,10 +58,24 @@ class Streams(Protocol):
         """What is enqueued on the current stream from now on runs after ``mark``."""
         ...
 
+    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        """``numbers`` as int64 on the device, without waiting for the device."""
+        ...
+
 
 class _Passed:
+    """A mark on a thread that does its work itself: passed when it is made."""
+
+    __slots__ = ("_time",)
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
     def synchronize(self) -> None:
         return
+
+    def seconds_since(self, earlier: _Passed) -> float:
+        return self._time - earlier._time
 
 
 class CpuStreams:
@@ -76,6 +95,24 @@ class CpuStreams:
     def wait(self, mark: Mark) -> None:
         mark.synchronize()
 
+    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64)
+
+
+class _CudaMark:
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # Blocking: the waiting thread sleeps instead of spinning beside the event loop.
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: _CudaMark) -> float:
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
 
 class CudaStreams:
     """One compute and one copy stream of one device."""
@@ -86,6 +123,8 @@ class CudaStreams:
         self._device = device
         self._compute = torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
+        # The weights were copied on the default stream, which neither of the two waits for.
+        torch.cuda.synchronize(device)
 
     def compute(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._compute)
@@ -94,43 +133,45 @@ class CudaStreams:
         return torch.cuda.stream(self._copy)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return _CudaMark(torch.cuda.current_stream(self._device))
 
     def wait(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        assert isinstance(mark, _CudaMark)
+        torch.cuda.current_stream(self._device).wait_event(mark.event)
+
+    def upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        host = torch.tensor(numbers, dtype=torch.int64).pin_memory()
+        return host.to(self._device, non_blocking=True)
 
 
 class Lane:
-    """A daemon thread that runs callables one after another, awaited from the event loop.
-
-    Cancelling the await does not stop the callable: whoever owns its memory must wait for it.
-    """
+    """A daemon thread that runs callables one after another, awaited from the event loop."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, args=(threads,), name=name, daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the thread and return what it returns."""
+    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Queue ``work``; the future gets what it returns or raises.
+
+        Cancelling the future does not stop the callable: whoever owns its memory waits for it.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        # A caller that was cancelled asks no more; what its work raised is nobody's then.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
         def job() -> None:
             try:
                 result = work()
             except BaseException as error:  # carried to the awaiting task, whatever it is
-                _post(loop, future.set_exception, future, error)
+                _post(loop, future, future.set_exception, error)
             else:
-                _post(loop, future.set_result, future, result)
+                _post(loop, future, future.set_result, result)
 
         self._jobs.put(job)
-        return await asyncio.shield(future)
+        return future
 
     async def stop(self, seconds: float) -> None:
         """End the thread after what is queued, waiting for it at most ``seconds``."""
@@ -146,9 +187,9 @@ class Lane:
 
 def _post(
     loop: asyncio.AbstractEventLoop,
-    setter: Callable[[T], None],
-    future: asyncio.Future[T] | asyncio.Future[object],
-    value: T,
+    future: asyncio.Future[T],
+    setter: Callable[[Any], None],
+    value: object,
 ) -> None:
     def deliver() -> None:
         if not future.done():

@@ -36,6 +36,15 @@ _VOLATILE: Final = frozenset(
 )
 """Config fields that do not decide KV values, or that the identity names on its own."""
 
+_PARTS: Final = ("embed_tokens", "layers", "norm", "rotary_emb")
+"""What a decoder must be made of to be walked from outside."""
+
+_RECURRENT: Final = ("mamba_d_state", "ssm_cfg", "linear_attn", "block_types", "layers_block_type")
+"""Fields of configs whose layers keep a state instead of keys and values."""
+
+_WINDOWS: Final = ("sliding_window_size", "attention_window", "window_size", "local_attention")
+"""Other names under which configs hide a window."""
+
 _GROWING_ROPE: Final = frozenset({"dynamic", "longrope", "ntk"})
 """Rotary frequencies that depend on how long the sequence has become."""
 
@@ -66,6 +75,7 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model {str(path)!r} cannot be loaded: {error}") from error
+    _check_parts(model)
     return model.to(device).eval()
 
 
@@ -85,18 +95,19 @@ def _unsupported(config: Any) -> str:
 
     kinds = set(has("layer_types") or ()) - {"full_attention"}
     window = has("sliding_window") if has("use_sliding_window") is not False else None
+    window = window or next((has(name) for name in _WINDOWS if has(name)), None)
     rope = has("rope_parameters") or has("rope_scaling") or {}
     rope_type = str(rope.get("rope_type", rope.get("type", "default"))) if rope else "default"
     checks = {
         "an encoder": has("is_encoder_decoder"),
         f"layers of type {', '.join(sorted(kinds))}": kinds,
-        f"sliding-window attention (sliding_window={window})": window,
+        f"sliding-window attention (window {window})": window,
         "latent (MLA) attention": has("kv_lora_rank"),
         "cross-layer KV sharing": has("num_kv_shared_layers"),
         "chunked attention": has("attention_chunk_size"),
         "attention score capping": has("attn_logit_softcapping"),
         "ALiBi positions": has("alibi"),
-        "recurrent or hybrid layers": has("mamba_d_state") or has("ssm_cfg") or has("linear_attn"),
+        "recurrent or hybrid layers": any(map(has, _RECURRENT)),
         f"rotary frequencies that change with length (rope type {rope_type})": (
             rope_type in _GROWING_ROPE
         ),
@@ -104,6 +115,18 @@ def _unsupported(config: Any) -> str:
         "no attention heads in its config": not has("num_attention_heads"),
     }
     return next((name for name, found in checks.items() if found), "")
+
+
+def _check_parts(model: Any) -> None:
+    """Raise ConfigError unless the model is one plain stack of decoder layers."""
+    body = getattr(model, "model", None)
+    parts = {"model": body, "lm_head": getattr(model, "lm_head", None)}
+    parts |= {f"model.{n}": getattr(body, n, None) for n in _PARTS}
+    missing = [name for name, part in parts.items() if part is None]
+    if missing:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be walked layer by layer: it has no {missing[0]}"
+        )
 
 
 def kv_layout(config: Any, dtype: torch.dtype, chunk_tokens: int) -> KVLayout:

@@ -2,7 +2,7 @@
 
 A page is what is recomputed, loaded, shared and freed together. Because every page starts at a
 tile edge, which is a function of position alone, attention over a list of pages does the same
-arithmetic however the pages came to be, and forks can share whole pages.
+arithmetic however the pages came to be, and forks share whole pages. Knows no requests.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ if TYPE_CHECKING:
 __all__ = ["Page", "PagePool"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Page:
-    """KV of the tokens ``[start, start + width)`` of a request, all layers."""
+    """KV of the tokens ``[start, start + width)`` of one or more requests, all layers."""
 
     start: int
     data: torch.Tensor
     """``[L, 2, Hkv, width, D]`` in the layout's dtype."""
+    users: int = 1
+    """Requests that hold the page."""
 
     @property
     def width(self) -> int:
         return self.data.shape[3]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.width
 
     def keys(self, layer: int, first: int, stop: int) -> torch.Tensor:
         """Keys ``[1, Hkv, n, D]`` of tokens ``[first, stop)`` (absolute positions)."""
@@ -76,8 +82,16 @@ class PagePool:
         self.used_bytes += nbytes
         return Page(tile.start, self._tensor(tile, nbytes))
 
+    def share(self, page: Page) -> Page:
+        """One more request holds ``page``."""
+        page.users += 1
+        return page
+
     def give(self, page: Page) -> None:
-        """The page is no longer used by anyone."""
+        """One request less holds the page; the last one frees it."""
+        page.users -= 1
+        if page.users:
+            return
         nbytes = page.width * self._layout.token_bytes
         self.used_bytes -= nbytes
         self._free_bytes += nbytes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cacheflow.plugins.transformers.pages import Page, PagePool
     from cacheflow.types import TileGrid
 
-__all__ = ["Paused", "OpenRequest"]
+__all__ = ["OpenRequest", "Paused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Paused:
     layer: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OpenRequest:
     """Loop-owned, except ``paused`` and ``last`` (compute thread, one tile at a time)."""
 
@@ -42,28 +42,30 @@ class OpenRequest:
     segments: list[Segment] = field(default_factory=list)
     busy: set[asyncio.Future[Any]] = field(default_factory=set)
     """Work on the lanes that still touches the pages."""
+    closing: bool = False
+    """Closed by its owner: compute that still runs stops before its next layer."""
 
     def grow(self, pool: PagePool, tokens: int) -> None:
-        """Pages for ``tokens`` tokens in all; on CapacityError nothing was added."""
-        have = len(self.pages)
-        try:
-            while self.grid.start(len(self.pages)) < tokens:
-                self.pages.append(pool.take(len(self.pages)))
-        except BaseException:
-            while len(self.pages) > have:
-                pool.give(self.pages.pop())
-            raise
+        """Pages for ``tokens`` tokens in all; on CapacityError some may have been added."""
+        while self.grid.start(len(self.pages)) < tokens:
+            self.pages.append(pool.take(len(self.pages)))
 
-    def past(self, layer: int, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of all tokens before ``start``, page by page."""
-        blocks = []
-        for page in self.pages:
-            stop = min(page.start + page.width, start)
-            if stop <= page.start:
-                break
-            keys = page.keys(layer, page.start, stop)
-            blocks.append((keys, page.values(layer, page.start, stop)))
-        return blocks
+    def shrink(self, pool: PagePool, pages: int) -> None:
+        """Give back all but the first ``pages`` pages."""
+        while len(self.pages) > pages:
+            pool.give(self.pages.pop())
+
+    def release(self, pool: PagePool) -> None:
+        """Give the pages back, if nothing on the lanes touches them any more. Idempotent."""
+        if self.busy:
+            return
+        self.paused.clear()
+        self.last = None
+        self.shrink(pool, 0)
+
+    def past(self, stop: int) -> list[tuple[Page, int]]:
+        """The pages that hold the tokens before ``stop``, each with the end of its part."""
+        return [(page, min(page.stop, stop)) for page in self.pages if page.start < stop]
 
     def page_at(self, token: int) -> Page:
         """The page that holds ``token``."""
@@ -79,5 +81,6 @@ class OpenRequest:
 
     def loaded(self, tokens: Span, segments: Sequence[Segment]) -> None:
         """Replace what is recorded of ``tokens``."""
+        before = [s for s in self.segments if s.stop <= tokens.start]
         behind = [s for s in self.segments if s.start >= tokens.stop]
-        self.segments = [*segments, *behind]
+        self.segments = [*before, *segments, *behind]

@@ -8,52 +8,52 @@ asks a callback before every layer.
 from __future__ import annotations
 
 import inspect
-import time
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from cacheflow.plugins.transformers.attention import Past, current_past
+from cacheflow.plugins.transformers.attention import RowBlock, Rows, Tile, current_reach
 from cacheflow.plugins.transformers.request import Paused
 from cacheflow.types import Claim, ComputeDone
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from cacheflow.abc import ClaimLayer
-    from cacheflow.plugins.transformers.lanes import Mark, Streams
+    from cacheflow.plugins.transformers.lanes import Streams
+    from cacheflow.plugins.transformers.pages import Page
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import TileWork
 
 __all__ = ["Walker"]
 
+_NAMES_OF_THE_CACHE: Final = ("cache", "past_key_values", "past_key_value")
+"""A decoder layer's parameter for it, newest first: giving an old name to a new one warns."""
+
 
 class _PageCache:
     """What a decoder layer sees as its cache: ``update`` is the only method it calls.
 
-    One row per request; a row's K and V go to (or come from) the page of its own tokens.
+    Row ``i`` of a batch has its own tokens ``spans[i]``, whose K and V go to ``pages[i]`` (or come
+    from there, when ``write`` is off).
     """
 
-    def __init__(self, rows: Sequence[tuple[OpenRequest, int, int]]) -> None:
-        self._rows = rows
+    def __init__(self, pages: Sequence[Page], spans: Sequence[tuple[int, int]]) -> None:
+        self._rows = list(zip(pages, spans, strict=True))
         self.write = True
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``key``, ``value``: ``[B, Hkv, n, D]``; returns what attention uses as its own block."""
-        keys, values = [], []
-        for i, (request, start, stop) in enumerate(self._rows):
-            page = request.page_at(start)
-            own_key, own_value = page.keys(layer, start, stop), page.values(layer, start, stop)
+        """``key``, ``value``: ``[B, Hkv, n, D]``; a tile gets its own block of the page back."""
+        for i, (page, (start, stop)) in enumerate(self._rows):
+            own = page.keys(layer, start, stop), page.values(layer, start, stop)
             if self.write:
-                own_key.copy_(key[i : i + 1])
-                own_value.copy_(value[i : i + 1])
-            keys.append(own_key)
-            values.append(own_value)
-        if len(keys) == 1:
-            return keys[0], values[0]
-        return torch.cat(keys), torch.cat(values)
+                own[0].copy_(key[i : i + 1])
+                own[1].copy_(value[i : i + 1])
+        # A decode step reads its blocks from the pages; only their shape matters to the layer.
+        return own if len(self._rows) == 1 else (key, value)
 
 
 class Walker:
@@ -65,12 +65,12 @@ class Walker:
         self._streams = streams
         self._device = next(model.parameters()).device
         self._layers = list(self._body.layers)
-        parameters = inspect.signature(self._layers[0].forward).parameters
-        # Renamed in transformers 5.2x; giving both would warn, so look which one it is.
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        known = inspect.signature(self._layers[0].forward).parameters
+        self._cache_name = next((n for n in _NAMES_OF_THE_CACHE if n in known), "past_key_values")
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers of the model."""
         return len(self._layers)
 
     def tile(self, request: OpenRequest, work: TileWork, claim: ClaimLayer) -> ComputeDone:
@@ -81,41 +81,45 @@ class Walker:
         """
         start, stop = work.tile.start, work.tile.stop
         hidden = self._begin(request, work)
-        rows = [(request, start, stop)]
-        cache = _PageCache(rows)
-        places = self._places([range(start, stop)], hidden)
-        times = [time.perf_counter()]
-        marks: list[Mark] = []
+        past = request.past(start)
+        cache = _PageCache([request.page_at(start)], [(start, stop)])
+        positions = torch.arange(start, stop, device=self._device).unsqueeze(0)
+        places = self._places(positions, hidden)
+        marks = [self._streams.mark()]
         layer = work.first_layer
         while layer < self.num_layers:
-            if len(marks) >= max(self._streams.ahead, 1):
+            if len(marks) > self._streams.ahead:
                 marks[-max(self._streams.ahead, 1)].synchronize()
             answer = claim(work, layer)
             if answer is Claim.REFUSED:
                 break
             cache.write = answer is Claim.WRITE
-            hidden = self._layer(layer, hidden, cache, rows, places)
+            reach = Tile([(p.keys(layer, p.start, n), p.values(layer, p.start, n)) for p, n in past])
+            hidden = self._layer(layer, hidden, cache, reach, places)
             marks.append(self._streams.mark())
-            times.append(time.perf_counter())
             layer += 1
-        if marks:
-            marks[-1].synchronize()
-            times[-1] = time.perf_counter()
+        marks[-1].synchronize()
         self._end(request, work, hidden, layer)
-        seconds = tuple(b - a for a, b in zip(times, times[1:], strict=False))
+        seconds = tuple(after.seconds_since(before) for before, after in pairwise(marks))
         return ComputeDone(work, layer, seconds)
 
-    def rows(
+    def step(
         self, requests: Sequence[OpenRequest], tokens: Sequence[int], positions: Sequence[int]
     ) -> torch.Tensor:
         """One decode step: a token each at its position; final hidden ``[B, 1, hidden]``."""
-        ids = torch.tensor(tokens, device=self._device).unsqueeze(1)
-        hidden = self._body.embed_tokens(ids)
-        rows = [(r, p, p + 1) for r, p in zip(requests, positions, strict=True)]
-        places = self._places([range(p, p + 1) for p in positions], hidden)
-        cache = _PageCache(rows)
+        hidden = self._body.embed_tokens(self._streams.upload(tokens).unsqueeze(1))
+        pages = [r.page_at(p) for r, p in zip(requests, positions, strict=True)]
+        cache = _PageCache(pages, [(p, p + 1) for p in positions])
+        places = self._places(self._streams.upload(positions).unsqueeze(1), hidden)
+        held = self._held(r.past(p + 1) for r, p in zip(requests, positions, strict=True))
         for layer in range(self.num_layers):
-            hidden = self._layer(layer, hidden, cache, rows, places)
+            reach = Rows(
+                [
+                    RowBlock(rows, page.keys(layer, page.start, n), page.values(layer, page.start, n))
+                    for rows, page, n in held
+                ]
+            )
+            hidden = self._layer(layer, hidden, cache, reach, places)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -124,43 +128,56 @@ class Walker:
         return logits
 
     def _begin(self, request: OpenRequest, work: TileWork) -> torch.Tensor:
-        if work.first_layer == 0:
-            request.paused.pop(work.tile.start, None)
-            ids = request.tokens[work.tile.start : work.tile.stop]
-            embedded: torch.Tensor = self._body.embed_tokens(
-                torch.tensor([ids], device=self._device)
-            )
-            return embedded
         paused = request.paused.pop(work.tile.start, None)
+        if work.first_layer == 0:
+            ids = self._streams.upload(request.tokens[work.tile.start : work.tile.stop])
+            embedded: torch.Tensor = self._body.embed_tokens(ids.unsqueeze(0))
+            return embedded
         if paused is None or paused.layer != work.first_layer:
-            at = "nowhere" if paused is None else f"layer {paused.layer}"
-            raise RuntimeError(f"tile at {work.tile.start}: hidden state is {at}, not at layer "
-                               f"{work.first_layer}")
+            at = "nowhere" if paused is None else f"at layer {paused.layer}"
+            raise RuntimeError(
+                f"tile at token {work.tile.start} of {request.id!r}: its hidden state is {at}, "
+                f"not at layer {work.first_layer}"
+            )
         return paused.hidden
 
-    def _end(
-        self, request: OpenRequest, work: TileWork, hidden: torch.Tensor, layer: int
-    ) -> None:
+    def _end(self, request: OpenRequest, work: TileWork, hidden: torch.Tensor, layer: int) -> None:
         if layer < self.num_layers:
             if layer > 0:
                 request.paused[work.tile.start] = Paused(hidden, layer)
-        elif work.is_suffix and work.tile.stop == len(request.tokens):
-            request.last = hidden[:, -1:]
+        elif work.tile.stop == len(request.tokens):
+            # Copied out: a view would keep the whole tile's hidden state alive.
+            request.last = hidden[:, -1:].clone()
 
-    def _places(self, spans: Sequence[range], hidden: torch.Tensor) -> dict[str, Any]:
-        ids = torch.tensor([list(span) for span in spans], device=self._device)
-        rotary = self._body.rotary_emb(hidden, position_ids=ids)
-        return {"position_ids": ids, "position_embeddings": rotary}
+    def _held(
+        self, reaches: Iterable[Sequence[tuple[Page, int]]]
+    ) -> list[tuple[torch.Tensor | None, Page, int]]:
+        """Every different part of a page that some rows see, with those rows (None: all)."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        pages: dict[tuple[int, int], Page] = {}
+        count = 0
+        for count, reach in enumerate(reaches, start=1):
+            for page, stop in reach:
+                rows.setdefault((id(page), stop), []).append(count - 1)
+                pages[id(page), stop] = page
+        return [
+            (None if len(who) == count else self._streams.upload(who), pages[part], part[1])
+            for part, who in rows.items()
+        ]
+
+    def _places(self, positions: torch.Tensor, hidden: torch.Tensor) -> dict[str, Any]:
+        rotary = self._body.rotary_emb(hidden, position_ids=positions)
+        return {"position_ids": positions, "position_embeddings": rotary}
 
     def _layer(
         self,
         layer: int,
         hidden: torch.Tensor,
         cache: _PageCache,
-        rows: Sequence[tuple[OpenRequest, int, int]],
+        reach: Tile | Rows,
         places: dict[str, Any],
     ) -> torch.Tensor:
-        current_past.past = Past([request.past(layer, start) for request, start, _ in rows])
+        current_reach.reach = reach
         try:
             out = self._layers[layer](
                 hidden,
@@ -170,6 +187,6 @@ class Walker:
                 **places,
             )
         finally:
-            current_past.past = None
+            current_reach.reach = None
         result: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return result

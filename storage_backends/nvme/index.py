@@ -7,6 +7,7 @@ and its size agree.
 from __future__ import annotations
 
 import os
+import stat
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
@@ -26,32 +27,34 @@ _CAPACITY: Final = 200_000
 
 
 class HeaderIndex:
-    """A bounded cache ``path -> ChunkInfo``, checked against inode, size and time by one stat.
+    """A bounded cache ``path -> ChunkInfo``, checked against inode, size and times by one stat.
 
     Used from I/O threads; every operation is one dictionary step under the GIL.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
-        self._known: OrderedDict[Path, tuple[tuple[int, int, int], ChunkInfo]] = OrderedDict()
+        self._known: OrderedDict[Path, tuple[tuple[int, ...], ChunkInfo]] = OrderedDict()
 
     def get(self, key: ObjectKey, path: Path) -> ChunkInfo | None:
-        """The object's info, or None if there is no valid object at ``path``.
+        """The object's info, or None if there is nothing at ``path``.
 
         Raises:
             OSError: anything but a missing file.
-            IntegrityError: a file is there but it is not the object its name says.
+            IntegrityError: something is there but it is not the object its name says.
         """
         try:
-            stat = os.stat(path)
+            found = os.lstat(path)
+            mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            known = self._known.get(path)
+            if known is not None and known[0] == mark:
+                return known[1]
+            if not stat.S_ISREG(found.st_mode):  # a link or a pipe could lead or block anywhere
+                raise IntegrityError("it is not a plain file")
+            info = read_header(key, path, found.st_size)
         except FileNotFoundError:
             self._known.pop(path, None)
             return None
-        mark = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        known = self._known.get(path)
-        if known is not None and known[0] == mark:
-            return known[1]
-        info = read_header(key, path, stat.st_size)
         self._known[path] = (mark, info)
         while len(self._known) > self._capacity:
             self._known.popitem(last=False)

@@ -50,6 +50,8 @@ class Listing:
             return known[1]
         found: dict[str, list[tuple[ObjectKey, Path]]] = {}
         for name in os.listdir(path):
+            if not name.startswith(fan):
+                continue
             with contextlib.suppress(ValueError):
                 found.setdefault(name[:64], []).append((parse_name(name), path / name))
         if time.time_ns() - changed > _SETTLED_NS:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheflow.cli import app, checks, rates
+from cacheflow.cli.doctor import show
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,14 @@ def test_table_for_people(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--folder", str(tmp_path)])
     assert result.exit_code == 0
     assert "what to do" in result.stdout
+
+
+def test_advice_keeps_its_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    """Square brackets in advice (`pip install 'cacheflow-kv[demo]'`) are printed as they are."""
+    show([checks.Check("it", checks.Verdict.NOTE, "[red]", "install 'x[demo]'")])
+    output = capsys.readouterr().out
+    assert "[red]" in output
+    assert "x[demo]" in output
 
 
 def test_missing_folder_fails(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_verify_accepts_a_sound_store(store: Path) -> None:
     found = figures("verify", store)
     assert found["objects"] == CHUNKS
     assert found["bad"] == []
+    assert found["stray_bytes"] == 0
     assert {path: path.read_bytes() for path in object_files(store)} == before
 
 
@@ -212,10 +213,13 @@ def test_read_only_store_refuses_to_remove(read_only: Path) -> None:
 
 
 def test_truncated_object_is_not_listed(store: Path) -> None:
-    """A file cut short is no object any more: listed nowhere, and nothing crashes."""
+    """A file cut short is no object any more: not listed, and `verify` says that it lies there."""
     victim = object_files(store)[0]
     os.truncate(victim, victim.stat().st_size - 4096)
     assert len(figures("ls", store)["objects"]) == CHUNKS - 1
+    found = figures("verify", store, code=1)
+    assert found["stray_bytes"] == victim.stat().st_size
+    assert found["bad"] == []
 
 
 def test_names_survive_json(store: Path) -> None:

@@ -123,7 +123,8 @@ async def test_nothing_stored_is_a_plain_prefill() -> None:
     for channels in (0, 1):
         async with rig(channels=channels) as r:
             result = await r.restore()
-            assert result.recomputed_share == 1.0
+            assert result.stored_tokens == 0
+            assert result.loaded_cells == {}
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "load"])
@@ -214,7 +215,7 @@ async def test_a_failing_lookup_is_a_miss() -> None:
 
         r.store.before_lookup = broken
         result = await r.restore("load")
-        assert result.recomputed_share == 1.0
+        assert result.loaded_cells == {}
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "load"])

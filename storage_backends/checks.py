@@ -1,0 +1,37 @@
+"""Requests that no store can serve are mistakes of the caller: refused before anything is held."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cacheflow.types import Buffer, Read, Write
+
+__all__ = ["check_reads", "check_writes"]
+
+
+def check_reads(reads: Sequence[Read]) -> None:
+    """Raises ValueError for a range that no object has, or memory that the CPU cannot touch."""
+    for read in reads:
+        if read.offset < 0:
+            raise ValueError(f"a read begins at byte {read.offset} of {read.key!r}")
+        _check_host_memory(read.buffer)
+
+
+def check_writes(writes: Sequence[Write]) -> None:
+    """Raises ValueError for parts that are not the object they are said to be."""
+    for write in writes:
+        if write.nbytes != write.info.nbytes:
+            raise ValueError(
+                f"{write.nbytes} bytes were given for {write.info.key!r}, which has "
+                f"{write.info.nbytes}"
+            )
+        for part in write.parts:
+            _check_host_memory(part)
+
+
+def _check_host_memory(buffer: Buffer) -> None:
+    if buffer.view is None:
+        raise ValueError(f"this backend reads and writes host memory only, not {buffer.kind}")
