@@ -16,10 +16,11 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import uvloop
 from corpus import real_tokens
@@ -43,8 +44,13 @@ if TYPE_CHECKING:
     from cacheflow.restore import Restoration
     from cacheflow.types import ChunkKey, Event
 
-RAW = 0.0
-SUFFIX = 16
+LENGTHS: Final = [256, 512, 1024, 2048, 4096, 7936]
+"""The model's context is 8,192 tokens; 7,936 (31 chunks) leaves room for the suffix."""
+RAW: Final = 0.0
+SUFFIX: Final = 16
+_SLOW: Final = 0.5
+"""On slower links than this, load alone is measured on a shorter prefix and scaled."""
+_SCALED_TOKENS: Final = 1024
 
 
 @dataclass
@@ -194,24 +200,38 @@ class Bench:
             result = await self.run(restorer, tokens, "recompute")
         return result.restored_seconds, times.cells
 
-    async def point(self, point: Point, rounds: int, tick: Any) -> None:
-        """Measure one (length, link), ``rounds`` interleaved rounds."""
-        recompute, cells = await self.recompute(point.tokens)
-        point.recompute.append(recompute)
-        backend = self.link(point, recompute)
-        scheduler = BatchScheduler(self.compute, self.clock)
-        async with Restorer(self.engine, scheduler, {"link": backend}, self.pool) as restorer:
+    async def length(self, points: Sequence[Point], rounds: int, tick: Any) -> None:
+        """Measure all links of one length: a round is recompute once, then each link's two ways."""
+        async with AsyncExitStack() as stack:
+            recompute, cells = await self.recompute(points[0].tokens)
+            restorers = {}
+            for point in points:
+                scheduler = BatchScheduler(self.compute, self.clock)
+                channels = {"link": self.link(point, recompute)}
+                restorer = Restorer(self.engine, scheduler, channels, self.pool)
+                restorers[point.ratio] = await stack.enter_async_context(restorer)
             for index in range(rounds):
                 if index:
-                    recompute, cells = await self.recompute(point.tokens)
-                    point.recompute.append(recompute)
-                point.load.append(await self.load_alone(restorer, point))
-                async with self.lag:
-                    result = await self.run(restorer, point.tokens, "adaptive")
-                point.adaptive.append(result.restored_seconds)
-                point.split.append(result.recomputed_share)
-                point.fluid.append(self.fluid(point, cells, point.load[-1]))
-                tick()
+                    recompute, cells = await self.recompute(points[0].tokens)
+                for point in points:
+                    await self.both(restorers[point.ratio], point, recompute, cells)
+                    tick()
+
+    async def both(
+        self,
+        restorer: Restorer,
+        point: Point,
+        recompute: float,
+        cells: dict[tuple[int, int], float],
+    ) -> None:
+        """Load alone, then adaptive, over one link."""
+        point.recompute.append(recompute)
+        point.load.append(await self.load_alone(restorer, point))
+        async with self.lag:
+            result = await self.run(restorer, point.tokens, "adaptive")
+        point.adaptive.append(result.restored_seconds)
+        point.split.append(result.recomputed_share)
+        point.fluid.append(self.fluid(point, cells, point.load[-1]))
 
     def link(self, point: Point, recompute: float) -> Any:
         """The store itself, or behind a link that makes compute:I/O the point's ratio."""
@@ -223,11 +243,11 @@ class Bench:
         return ThrottledBackend(self.store, Link(bandwidth=bandwidth))
 
     async def load_alone(self, restorer: Restorer, point: Point) -> float:
-        """Seconds of load alone; on links slower than 1:4 a shorter prefix is loaded and scaled."""
+        """Seconds of load alone; where it would take minutes a shorter prefix is loaded and scaled."""
         tokens = point.tokens
-        if 0 < point.ratio < 0.25 and tokens > 1024:
+        if 0 < point.ratio < _SLOW and tokens > _SCALED_TOKENS:
             point.load_is_scaled = True
-            tokens = 512
+            tokens = _SCALED_TOKENS
         result = await self.run(restorer, tokens, "load")
         return result.restored_seconds * point.tokens / tokens
 
@@ -241,6 +261,7 @@ class Bench:
 
 
 def table(points: Sequence[Point]) -> Table:
+    """All points, a row each."""
     result = Table(title="restore: seconds until the prefix is ready, medians")
     for name in ("tokens", "compute:I/O", "recompute", "load", "adaptive", "recomputed"):
         result.add_column(name, justify="right")
@@ -262,6 +283,7 @@ def table(points: Sequence[Point]) -> Table:
 
 
 async def main(options: argparse.Namespace) -> None:
+    """Measure and print."""
     from cacheflow.plugins.transformers import TransformersEngine, prepare_smollm2
 
     console = Console(stderr=True)
@@ -272,18 +294,25 @@ async def main(options: argparse.Namespace) -> None:
     longest = max(options.lengths)
     tokens = await asyncio.to_thread(real_tokens, engine.tokenizer, longest + SUFFIX)
     points = [Point(n, r) for n in options.lengths for r in options.ratios]
+    plan = [
+        (n, options.rounds if n < 4096 else max(1, options.rounds - n // 4096))
+        for n in options.lengths
+    ]
     nvme = load_backend("nvme")
     with tempfile.TemporaryDirectory(dir=options.store) as folder, Progress(console=console) as bar:
         store = await nvme.open({"path": folder})
         bench = Bench(engine, store, tokens)
-        task = bar.add_task("filling the store", total=options.rounds * len(points))
+        task = bar.add_task(
+            "filling the store", total=sum(r for _, r in plan) * len(options.ratios)
+        )
         await bench.fill()
-        for point in points:
-            link = point.summary_name()
-            bar.update(task, description=f"{point.tokens} tokens, {link}")
-            await bench.point(point, options.rounds, lambda: bar.advance(task))
+        for length, rounds in plan:
+            bar.update(task, description=f"{length} tokens")
+            own = [point for point in points if point.tokens == length]
+            await bench.length(own, rounds, lambda: bar.advance(task))
             if options.verbose:
-                console.print_json(json.dumps(point.summary()))
+                for point in own:
+                    console.print_json(json.dumps(point.summary()))
         await store.aclose()
     await engine.aclose()
     lag = bench.lag.quantile(0.99) * 1e3
@@ -296,8 +325,9 @@ async def main(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument(
         "--ratios",
         type=float,
@@ -305,7 +335,7 @@ def parse() -> argparse.Namespace:
         default=[RAW, 0.1, 1 / 3, 1.0, 3.0, 10.0],
         help="compute:I/O as a number (0: the raw disk)",
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="fewer from 4k on")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model", help="a folder with a model (default: SmolLM2-135M-Instruct)")

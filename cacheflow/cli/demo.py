@@ -208,6 +208,7 @@ async def _resume(demo: Demo, link: Link, screen: Screen) -> tuple[str, bool]:
 
 def _result(demo: Demo, options: _Options, answer: str, identical: bool) -> dict[str, Any]:
     assert demo.reference is not None
+    assert demo.proof is not None
     return {
         "model": demo.engine.identity,
         "tokens": options.tokens,
@@ -218,6 +219,7 @@ def _result(demo: Demo, options: _Options, answer: str, identical: bool) -> dict
         "rows": [row.as_json() for row in options.rows],
         "answer": answer,
         "identical": identical and all(row.sound for row in options.rows),
+        "canonical_chunks": sum(demo.proof.canonical),
         "files": [str(path) for path in options.drawn],
     }
 

@@ -1,7 +1,8 @@
 """The nvme backend: the contract on top of folder, files and header index.
 
-All file calls run on daemon I/O threads. An object appears by rename when it is complete, so a
-reader sees a whole old one, a whole new one, or none.
+All file calls run on daemon I/O threads, those on names and headers on threads of their own, so
+that a lookup does not queue behind reads. An object appears by rename when it is complete: a reader
+sees a whole old one, a whole new one, or none.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import logging
 import os
 import time
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, ClassVar, Self
-
-import aiofiles
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from cacheflow.abc import StorageBackend
-from cacheflow.errors import BackendError, ClosedError, ConfigError, IntegrityError
+from cacheflow.errors import BackendError, ClosedError, IntegrityError
+from cacheflow.storage_backends.checks import check_reads, check_writes
+from cacheflow.storage_backends.exchange import Imported, export_objects, import_objects
 from cacheflow.storage_backends.loading import load_on_threads
-from cacheflow.storage_backends.nvme.files import DirectIo, aligned, read_range, write_new
-from cacheflow.storage_backends.nvme.folder import MANIFEST, StoreFolder
+from cacheflow.storage_backends.nvme.files import DirectIo, read_file, sync_folder, write_new
+from cacheflow.storage_backends.nvme.folder import StoreFolder
 from cacheflow.storage_backends.nvme.index import HeaderIndex
 from cacheflow.storage_backends.nvme.listing import Listing
+from cacheflow.storage_backends.nvme.opening import prepare
 from cacheflow.storage_backends.nvme.settings import NvmeOptions
 from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
@@ -36,8 +39,10 @@ if TYPE_CHECKING:
 __all__ = ["NvmeBackend"]
 
 _log = logging.getLogger(__name__)
-_CLOSE_SECONDS = 1.0
-_SCAN_BATCH = 256
+_CLOSE_SECONDS: Final = 1.0
+_SCAN_BATCH: Final = 64
+_NAME_THREADS: Final = 2
+_MAX_REPORTED: Final = 10_000
 
 
 class NvmeBackend(StorageBackend):
@@ -53,8 +58,10 @@ class NvmeBackend(StorageBackend):
         )
         self._direct = DirectIo(folder.root, options.direct != "off")
         self._threads = IoThreads(options.threads, "cacheflow-nvme")
+        self._names = IoThreads(_NAME_THREADS, "cacheflow-nvme-names")
         self._index = HeaderIndex()
         self._listing = Listing(folder)
+        self._reported: set[Path] = set()
         self._closed = False
 
     @classmethod
@@ -64,72 +71,36 @@ class NvmeBackend(StorageBackend):
         folder = StoreFolder(parsed.path.expanduser().absolute())
         backend = cls(parsed, folder)
         try:
-            await backend._prepare()
+            await prepare(folder, parsed, backend._names)
         except BaseException:
             await backend.aclose()
             raise
         return backend
 
-    async def _prepare(self) -> None:
-        folder = self.folder
-        manifest = folder.root / MANIFEST
-        if await self._threads.run(lambda: folder.check_is_free_or_ours(self.options.create)):
-            async with aiofiles.open(manifest, encoding="utf-8") as file:
-                folder.check_manifest(await file.read())
-        else:
-            await self._threads.run(folder.make)
-            await self._write_manifest(manifest)
-        folder.writable = os.access(folder.root, os.W_OK)
-        if folder.writable:
-            await self._threads.run(folder.make)
-            reaped = await self._threads.run(folder.reap_temporaries)
-            if reaped:
-                _log.info("%s: removed %d unfinished files", folder.root, reaped)
-        if self.options.direct == "on":
-            await self._threads.run(self._insist_on_direct)
-
-    async def _write_manifest(self, manifest: Path) -> None:
-        temporary = self.folder.new_temporary()
-        try:
-            async with aiofiles.open(temporary, "x", encoding="utf-8") as file:
-                await file.write(self.folder.manifest())
-            await self._threads.run(lambda: os.replace(temporary, manifest))
-        except OSError as error:
-            raise ConfigError(f"{self.folder.root} cannot be written: {error.strerror}") from error
-
-    def _insist_on_direct(self) -> None:
-        probe = self.folder.root / MANIFEST
-        try:
-            os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
-        except OSError as error:
-            raise ConfigError(
-                f"{self.folder.root}: the file system has no O_DIRECT and option direct is 'on'"
-            ) from error
-
-    # -- contract ------------------------------------------------------------------------------
-
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         self._check()
-        found: list[Sequence[ChunkInfo]] = await self._threads.run(
+        found: list[Sequence[ChunkInfo]] = await self._names.run(
             lambda: [self._objects_of(key) for key in keys]
         )
         return found
 
     async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
         self._check()
+        check_reads(reads)
         async with aclosing(load_on_threads(self._threads, reads, self._read)) as results:
             async for result in results:
                 yield result
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         self._check()
+        check_writes(writes)
         for write in writes:
             for part in write.parts:
                 part.hold.acquire()
         jobs = [
             self._threads.submit(
-                lambda write=write: self._write_and_release(write),
-                abandoned=lambda write=write: _release(write),
+                partial(self._write_and_release, write, time.monotonic()),
+                abandoned=partial(_release, write),
             )
             for write in writes
         ]
@@ -142,39 +113,51 @@ class NvmeBackend(StorageBackend):
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         self._check()
-        removed: list[bool] = await self._threads.run(lambda: [self._remove(key) for key in keys])
+        removed: list[bool] = await self._names.run(lambda: [self._remove(key) for key in keys])
         return removed
 
     async def scan(self) -> AsyncIterator[ChunkInfo]:
         self._check()
-        invalid = 0
-        names = await self._threads.run(lambda: list(self.folder.all()))
+        names = await self._names.run(lambda: list(self.folder.all()))
         for at in range(0, len(names), _SCAN_BATCH):
             batch = names[at : at + _SCAN_BATCH]
-            infos = await self._threads.run(lambda batch=batch: [self._valid(*n) for n in batch])
+            infos = await self._names.run(lambda batch=batch: [self._valid(*n) for n in batch])
             for info in infos:
-                if info is None:
-                    invalid += 1
-                else:
+                if info is not None:
                     yield info
-        if invalid:
-            _log.warning("%s: %d files are not valid objects", self.folder.root, invalid)
 
     async def used_bytes(self) -> int:
+        """Bytes of all object files, those that turned out invalid included."""
+        self._check()
+
         def measure() -> int:
             total = 0
             for _, path in self.folder.all():
                 with suppress(FileNotFoundError):
-                    total += path.stat().st_size
+                    total += path.lstat().st_size
             return total
 
-        used: int = await self._threads.run(measure)
+        used: int = await self._names.run(measure)
         return used
+
+    async def export_objects(self, folder: Path, keys: Sequence[ChunkKey] | None = None) -> int:
+        """Copy the objects of ``keys`` (default: all) into ``folder``, one verified file each.
+
+        Returns how many. Raises ConfigError if one of the files exists, IntegrityError for an
+        object whose bytes are not what its header says.
+        """
+        return await export_objects(self, folder, keys)
+
+    async def import_objects(self, folder: Path) -> Imported:
+        """Store the objects that lie in ``folder``, each verified whole before it is stored."""
+        return await import_objects(self, folder)
 
     async def aclose(self) -> None:
         if not self._closed:
             self._closed = True
-            if not await self._threads.aclose(_CLOSE_SECONDS):
+            pools = (self._threads, self._names)
+            ended = await asyncio.gather(*(pool.aclose(_CLOSE_SECONDS) for pool in pools))
+            if not all(ended):
                 _log.error("%s: closed with I/O still hung in the kernel", self.folder.root)
 
     # -- on I/O threads ------------------------------------------------------------------------
@@ -186,35 +169,22 @@ class NvmeBackend(StorageBackend):
     def _valid(self, key: ObjectKey, path: Path) -> ChunkInfo | None:
         try:
             return self._index.get(key, path)
-        except IntegrityError as error:
-            _log.warning("%s is not served: %s", path.name, error)
-        except OSError as error:
-            _log.warning("%s cannot be read: %s", path.name, error)
+        except (IntegrityError, OSError) as error:
+            # Once a file: it is asked for again at every lookup of its chunk.
+            if path not in self._reported and len(self._reported) < _MAX_REPORTED:
+                self._reported.add(path)
+                _log.warning("%s is not served: %s", path, error)
         return None
 
     def _read(self, read: Read) -> tuple[TransferStatus, int]:
-        path = self.folder.path(read.key)
         try:
-            if aligned(read.buffer, read.offset):
-                descriptor = self._direct.open(path, os.O_RDONLY)
-            else:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            count = read_file(self._direct, self.folder.path(read.key), read.buffer, read.offset)
         except FileNotFoundError:
             return TransferStatus.MISSING, 0
-        try:
-            count = read_range(descriptor, read.buffer, read.offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct.on:
-                raise
-            self._direct.refuse()
-            return self._read(read)
-        finally:
-            os.close(descriptor)
         ok = count == read.buffer.nbytes
         return (TransferStatus.OK if ok else TransferStatus.SHORT), count
 
-    def _write_and_release(self, write: Write) -> TransferResult:
-        start = time.monotonic()
+    def _write_and_release(self, write: Write, start: float) -> TransferResult:
         try:
             self._write(write)
         except OSError as error:
@@ -234,8 +204,10 @@ class NvmeBackend(StorageBackend):
 
     def _write(self, write: Write) -> None:
         path, temporary = self.folder.path(write.info.key), self.folder.new_temporary()
+        fsync = self.options.fsync
         try:
-            write_new(self._direct, temporary, write.parts, fsync=self.options.fsync)
+            write_new(self._direct, temporary, write.parts, fsync=fsync)
+            is_new_folder = not path.parent.exists()
             path.parent.mkdir(mode=0o700, exist_ok=True)
             os.replace(temporary, path)
         except BaseException:
@@ -244,8 +216,10 @@ class NvmeBackend(StorageBackend):
             raise
         self._index.forget(path)
         self._listing.forget(write.info.key.chunk)
-        if self.options.fsync:
-            _sync_folder(path.parent)
+        if fsync:
+            sync_folder(path.parent)
+        if fsync and is_new_folder:
+            sync_folder(self.folder.objects)
 
     def _remove(self, key: ObjectKey) -> bool:
         path = self.folder.path(key)
@@ -256,9 +230,8 @@ class NvmeBackend(StorageBackend):
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise BackendError(
-                error.strerror or str(error), operation="delete", context=str(path)
-            ) from error
+            reason = error.strerror or str(error)
+            raise BackendError(reason, operation="delete", context=str(path)) from error
         return True
 
     def _check(self) -> None:
@@ -269,11 +242,3 @@ class NvmeBackend(StorageBackend):
 def _release(write: Write) -> None:
     for part in write.parts:
         part.hold.release()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,243 @@
+"""The chunk format: what was stored comes back, and nothing else is ever taken for it."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from cacheflow.errors import IntegrityError
+from cacheflow.kv import (
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    check_layout,
+    decode_header,
+    encode_header,
+    header_size,
+    seal,
+    verify,
+    wsum,
+)
+from cacheflow.types import (
+    PAGE,
+    ChecksumKind,
+    ChunkInfo,
+    ChunkKey,
+    KVLayout,
+    ObjectKey,
+    Segment,
+    Span,
+)
+
+LAYOUT = KVLayout(num_layers=5, num_kv_heads=3, head_dim=8, dtype="bfloat16", chunk_tokens=32)
+"""Layer blocks of 3,072 bytes: padded to 4,096."""
+KEY = ObjectKey(ChunkKey(bytes(range(32))), Span(0, 5), Span(0, 3))
+
+
+def payload(layout: KVLayout = LAYOUT, layers: int = 5, heads: int = 3, seed: int = 1) -> bytearray:
+    data = bytearray(random.Random(seed).randbytes(layout.payload_bytes(layers, heads)))
+    used, stride = layout.layer_bytes(heads), layout.layer_stride(heads)
+    for layer in range(layers):
+        data[layer * stride + used : (layer + 1) * stride] = bytes(stride - used)
+    return data
+
+
+def sealed(
+    kind: ChecksumKind = ChecksumKind.XXH3, key: ObjectKey = KEY, layout: KVLayout = LAYOUT
+) -> tuple[ChunkInfo, bytes, bytearray]:
+    data = payload(layout, len(key.layers), len(key.heads))
+    info, header = seal(
+        key,
+        layout,
+        memoryview(data),
+        grid_id="grid=x;torch=1",
+        segments=(Segment(0, 512, 512), Segment(512, 700, 188), Segment(700, 720, 1)),
+        canonical=True,
+        checksum_kind=kind,
+    )
+    return info, header, data
+
+
+@pytest.mark.parametrize("kind", list(ChecksumKind))
+def test_round_trip(kind: ChecksumKind) -> None:
+    """A header decodes to what was sealed, also with the payload behind it; all bytes verify."""
+    info, header, data = sealed(kind)
+    assert decode_header(header) == info
+    assert decode_header(header + data, expect=KEY) == info
+    assert encode_header(info) == header
+    assert info.payload_offset == len(header) == header_size(header)
+    assert info.nbytes == len(header) + len(data)
+    assert len(header) % PAGE == 0
+    verify(info, Span(0, 5), memoryview(data))
+
+
+@given(first=st.integers(0, 4), count=st.integers(1, 5))
+def test_any_layer_range_can_be_read_and_verified_alone(first: int, count: int) -> None:
+    """A range of layers is one byte range with checksums of its own."""
+    info, header, data = sealed()
+    layers = Span(first, min(5, first + count))
+    offset, length = info.layer_range(layers)
+    stored = header + data
+    assert offset % PAGE == 0
+    verify(info, layers, memoryview(stored)[offset : offset + length])
+
+
+def test_a_shard_holds_absolute_ranges() -> None:
+    """Layers 2-4 and heads 1-2 only: offsets count from the shard, names from the model."""
+    key = ObjectKey(KEY.chunk, Span(2, 4), Span(1, 3))
+    info, header, data = sealed(key=key)
+    assert info.layer_offset(2) == len(header)
+    verify(info, Span(3, 4), memoryview(data)[LAYOUT.layer_stride(2) :])
+    with pytest.raises(ValueError, match="not"):
+        info.layer_range(Span(0, 3))
+
+
+@pytest.mark.parametrize("kind", list(ChecksumKind))
+def test_every_changed_byte_of_a_payload_is_noticed(kind: ChecksumKind) -> None:
+    """Padding included; the error names layer, half and head."""
+    info, _, data = sealed(kind)
+    chance = random.Random(2)
+    places = [*range(0, len(data), 97), len(data) - 1, LAYOUT.layer_bytes() + 5]
+    for at in places:
+        bad = bytearray(data)
+        bad[at] ^= 1 << chance.randrange(8)
+        with pytest.raises(IntegrityError, match=f"layer {at // LAYOUT.layer_stride()},"):
+            verify(info, Span(0, 5), memoryview(bad))
+
+
+def test_every_changed_bit_of_a_header_is_noticed() -> None:
+    """Each byte of the header, reserved ones and padding included."""
+    _, header, _ = sealed()
+    for at in range(len(header)):
+        bad = bytearray(header)
+        bad[at] ^= 1 << at % 8
+        with pytest.raises(IntegrityError):
+            decode_header(bytes(bad))
+
+
+@given(cut=st.integers(0, PAGE - 1))
+def test_truncated_headers_are_refused(cut: int) -> None:
+    """Whatever is missing at the end."""
+    _, header, _ = sealed()
+    with pytest.raises(IntegrityError):
+        decode_header(header[:cut])
+
+
+@given(st.binary(max_size=200))
+def test_anything_else_is_refused(data: bytes) -> None:
+    """Random bytes are no chunk, and only ever an IntegrityError."""
+    with pytest.raises(IntegrityError):
+        decode_header(data)
+
+
+@given(st.data())
+def test_resealed_nonsense_is_refused_without_crashing(data: st.DataObject) -> None:
+    """Bodies altered by someone who can compute the checksum: parsed safely or refused."""
+    _, header, _ = sealed()
+    _, size, body, _ = struct.unpack_from("<8sIIQ", header)
+    bad = bytearray(header)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(PREFIX_BYTES, PREFIX_BYTES + body - 1))
+        bad[at] = data.draw(st.integers(0, 255))
+    struct.pack_into("<Q", bad, 16, xxh3_64_intdigest(bytes(bad[8:16] + bad[PREFIX_BYTES:])))
+    try:
+        info = decode_header(bytes(bad))
+    except IntegrityError:
+        return
+    assert info.nbytes < 1 << 60
+    assert len(info.checksums) <= size
+
+
+@pytest.mark.parametrize("claim", [MAX_HEADER_BYTES + PAGE, 2**32 - PAGE, 100, 0])
+def test_oversized_and_crooked_sizes_are_refused_before_anything_is_read(claim: int) -> None:
+    """A header cannot make its reader allocate."""
+    _, header, _ = sealed()
+    bad = bytearray(header)
+    struct.pack_into("<I", bad, 8, claim)
+    with pytest.raises(IntegrityError):
+        header_size(bytes(bad[:PREFIX_BYTES]))
+
+
+def test_another_version_is_refused_by_name() -> None:
+    """A future format is an IntegrityError that says so."""
+    _, header, _ = sealed()
+    bad = bytearray(header)
+    struct.pack_into("<I", bad, PREFIX_BYTES, 99)
+    struct.pack_into("<Q", bad, 16, xxh3_64_intdigest(bytes(bad[8:16] + bad[PREFIX_BYTES:])))
+    with pytest.raises(IntegrityError, match="version 99"):
+        decode_header(bytes(bad))
+
+
+def test_an_object_under_another_name_is_refused() -> None:
+    """The full key is in the header: a wrong file is a miss, not a hit (field report 9)."""
+    _, header, _ = sealed()
+    other = ObjectKey(ChunkKey(bytes(32)), KEY.layers, KEY.heads)
+    with pytest.raises(IntegrityError, match="another"):
+        decode_header(header, expect=other)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        KVLayout(6, 3, 8, "bfloat16", 32),
+        KVLayout(5, 6, 8, "bfloat16", 32),
+        KVLayout(5, 3, 16, "bfloat16", 32),
+        KVLayout(5, 3, 8, "float16", 32),
+        KVLayout(5, 3, 8, "bfloat16", 64),
+    ],
+)
+def test_another_geometry_or_dtype_is_refused(other: KVLayout) -> None:
+    """float16 bits are never taken for bfloat16 ones of the same size (field report 27)."""
+    info, _, _ = sealed()
+    with pytest.raises(IntegrityError, match="stored with"):
+        check_layout(info, other)
+    with pytest.raises(IntegrityError, match="layout"):
+        check_layout(info, LAYOUT, "vllm-cpu")
+
+
+def test_sizes_follow_the_storage_dtype() -> None:
+    """One byte an element in fp8, four in fp32 (field report 29)."""
+    sizes = {d: KVLayout(1, 1, 64, d, 64).layer_bytes() for d in ("float8_e4m3fn", "float32")}
+    assert sizes == {"float8_e4m3fn": 2 * 64 * 64, "float32": 4 * 2 * 64 * 64}
+
+
+def test_lengths_are_64_bits() -> None:
+    """A chunk of more than 4 GiB has the right offsets (field report 125)."""
+    layout = KVLayout(1000, 64, 256, "float32", 1024)
+    info, header, _ = sealed()
+    huge = ChunkInfo(
+        key=ObjectKey(KEY.chunk, Span(0, 1000), Span(0, 64)),
+        layout=layout,
+        grid_id="",
+        segments=(),
+        canonical=False,
+        checksum_kind=info.checksum_kind,
+        layout_id="canonical",
+        checksums=bytes(8 * 1000 * 2 * 64),
+        payload_offset=0,
+        nbytes=0,
+    )
+    decoded = decode_header(encode_header(huge))
+    assert decoded.nbytes > 100 << 30
+    assert decoded.layer_offset(999) > 100 << 30
+
+
+def test_a_payload_of_the_wrong_size_is_not_sealed() -> None:
+    """Sealing checks what it is given."""
+    with pytest.raises(ValueError, match="does not fit"):
+        seal(KEY, LAYOUT, memoryview(bytes(100)), grid_id="", segments=(), canonical=False)
+    info, _, data = sealed()
+    with pytest.raises(IntegrityError, match="are not layers"):
+        verify(info, Span(0, 2), memoryview(data))
+
+
+@given(st.binary(max_size=256).map(lambda b: b[: len(b) // 8 * 8]))
+def test_wsum_is_what_it_says(data: bytes) -> None:
+    """The device checksum equals its definition in plain integers."""
+    words = struct.unpack(f"<{len(data) // 8}Q", data)
+    step = 2 * 0x9E3779B97F4A7C15
+    assert wsum(data) == sum(w * (1 + i * step) for i, w in enumerate(words)) % 2**64

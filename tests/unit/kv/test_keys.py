@@ -1,0 +1,171 @@
+"""Keys: the same content has the same key everywhere, other content has another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheflow.errors import ConfigError
+from cacheflow.kv import chunk_keys, format_name, key_root, parse_name
+from cacheflow.types import ChunkKey, ObjectKey, ObjectKind, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+IDENTITY: Mapping[str, str | int | bool | bytes | None] = {
+    "model": "m",
+    "revision": None,
+    "layers": 30,
+    "tied": True,
+    "adapter": b"\x00\x01",
+}
+
+spans = st.tuples(st.integers(0, 500), st.integers(1, 500)).map(lambda t: Span(t[0], t[0] + t[1]))
+object_keys = st.builds(
+    ObjectKey, st.binary(min_size=32, max_size=32).map(ChunkKey), spans, spans,
+    st.sampled_from(ObjectKind),
+)
+
+
+def test_keys_are_pinned() -> None:
+    """The key of this content never changes (field report 1: None in the hashed tuple)."""
+    keys = chunk_keys(key_root(IDENTITY, b"salt"), range(512), 256)
+    assert [key.digest.hex() for key in keys] == [
+        "71d739bea8d4ad01514ec08c568eb4e1479fd29ee8c10ad9ac67b77a6e770770",
+        "d38504111143215746eff46a9e4099d21edf366afd3ef5cd350a13aa94e5ec08",
+    ]
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "12345"])
+def test_keys_do_not_depend_on_the_process(seed: str) -> None:
+    """Another process with another hash seed makes the same keys (field reports 1, 5)."""
+    code = (
+        "from cacheflow.kv import chunk_keys, key_root;"
+        "root = key_root({'b': None, 'a': 'x', 'n': 3});"
+        "print([k.digest.hex() for k in chunk_keys(root, list(range(600)), 256)])"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": seed}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    root = key_root({"n": 3, "a": "x", "b": None})
+    assert out == str([k.digest.hex() for k in chunk_keys(root, tuple(range(600)), 256)])
+
+
+def test_only_whole_chunks_have_keys() -> None:
+    """Less than a chunk is a miss, not a crash (field report 39)."""
+    root = key_root({})
+    assert chunk_keys(root, [], 256) == ()
+    assert chunk_keys(root, [1] * 255, 256) == ()
+    assert len(chunk_keys(root, [1] * 256, 256)) == 1
+    assert len(chunk_keys(root, [1] * 511, 256)) == 1
+
+
+@given(tokens=st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=40), at=st.integers(0, 39))
+def test_a_changed_token_changes_its_chunk_and_all_after_it(tokens: list[int], at: int) -> None:
+    """Keys chain: equal up to the chunk before the change, different from there on."""
+    at %= len(tokens)
+    other = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]
+    root = key_root({})
+    pairs = list(zip(chunk_keys(root, tokens, 4), chunk_keys(root, other, 4), strict=True))
+    for index, (mine, theirs) in enumerate(pairs):
+        assert (mine == theirs) == (index < at // 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "m2"},
+        {"revision": ""},
+        {"revision": "None"},
+        {"layers": 31},
+        {"layers": "30"},
+        {"tied": 1},
+        {"tied": False},
+        {"adapter": b"\x00"},
+        {"adapter": "\x00\x01"},
+        {"extra": None},
+    ],
+)
+def test_everything_in_the_identity_counts(change: dict[str, str | int | bytes | None]) -> None:
+    """Model, revision, adapter, dtype and their types (field reports 13, 15, 25, 27)."""
+    assert key_root({**IDENTITY, **change}) != key_root(IDENTITY)
+
+
+def test_fields_cannot_run_into_each_other() -> None:
+    """Length-prefixed: moving a character from one field to the next is another identity (23)."""
+    assert key_root({"a": "xy", "b": "z"}) != key_root({"a": "x", "b": "yz"})
+    assert key_root({"ab": "x"}) != key_root({"a": "bx"})
+
+
+def test_a_salt_separates_tenants() -> None:
+    """Other salt, other keys; no salt is a value of its own (field reports 17, 19)."""
+    roots = {key_root(IDENTITY, salt) for salt in (b"", b"a", b"b", b"\x00")}
+    assert len(roots) == 4
+    assert b"tenant-secret" not in key_root(IDENTITY, b"tenant-secret")
+
+
+def test_media_behind_placeholders_counts() -> None:
+    """Two images behind the same placeholder tokens: other keys from their chunk on (11)."""
+    root, tokens = key_root({}), [7] * 1024
+    first = chunk_keys(root, tokens, 256, [(300, b"image one")])
+    second = chunk_keys(root, tokens, 256, [(300, b"image two")])
+    moved = chunk_keys(root, tokens, 256, [(301, b"image one")])
+    plain = chunk_keys(root, tokens, 256)
+    assert first[0] == second[0] == plain[0]
+    assert all(len({a, b, c, d}) == 4 for a, b, c, d in zip(first, second, moved, plain)
+               if a != plain[0])
+
+
+@pytest.mark.parametrize("bad", [-1, 2**64, 1.5, True, None, "1"])
+def test_impossible_tokens_are_named(bad: object) -> None:
+    """The error says which token at which position."""
+    with pytest.raises(ConfigError, match="position 3"):
+        chunk_keys(key_root({}), [0, 1, 2, bad, 4], 2)  # type: ignore[list-item]
+
+
+def test_identity_values_must_be_plain() -> None:
+    """A value that cannot be encoded is refused by name."""
+    with pytest.raises(ConfigError, match="rope"):
+        key_root({"rope": 1.5})  # type: ignore[dict-item]
+
+
+@given(object_keys)
+def test_names_are_read_back(key: ObjectKey) -> None:
+    """parse(format(k)) == k, and names are safe file names of bounded length."""
+    name = format_name(key)
+    assert parse_name(name) == key
+    assert len(name) < 200
+    assert set(name) <= set("0123456789abcdefghijklmnopqrstuvwxyz.-")
+
+
+@given(st.lists(object_keys, min_size=2, max_size=2, unique=True))
+def test_different_keys_have_different_names(keys: list[ObjectKey]) -> None:
+    """The file-name codec is injective (field report 21)."""
+    assert format_name(keys[0]) != format_name(keys[1])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "../../etc/passwd",
+        "a" * 64 + ".kv.l0-30.h0-3.tmp",
+        "A" * 64 + ".kv.l0-30.h0-3",
+        "a" * 64 + ".kv.l00-30.h0-3",
+        "a" * 64 + ".kv.l0-30.h0-3\n",
+        "a" * 64 + ".pickle.l0-30.h0-3",
+        "a" * 64 + ".kv.l30-2.h0-3",
+        "a" * 63 + ".kv.l0-30.h0-3",
+    ],
+)
+def test_other_names_are_refused(name: str) -> None:
+    """Only names to the letter are object names."""
+    with pytest.raises(ValueError, match="not"):
+        parse_name(name)
