@@ -158,7 +158,7 @@ class Bench:
 
     def bytes_of(self, tokens: int) -> int:
         layout = self.engine.layout
-        return tokens // layout.chunk_tokens * layout.payload_bytes()
+        return tokens // layout.chunk_tokens * int(layout.payload_bytes())
 
     async def fill(self) -> None:
         """Prefill all tokens on the grid and store their chunks."""
@@ -243,7 +243,7 @@ class Bench:
         return ThrottledBackend(self.store, Link(bandwidth=bandwidth))
 
     async def load_alone(self, restorer: Restorer, point: Point) -> float:
-        """Seconds of load alone; where it would take minutes a shorter prefix is loaded and scaled."""
+        """Seconds of load alone; where that takes minutes, of a shorter prefix, scaled."""
         tokens = point.tokens
         if 0 < point.ratio < _SLOW and tokens > _SCALED_TOKENS:
             point.load_is_scaled = True

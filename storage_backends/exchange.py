@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiofiles
@@ -22,6 +21,7 @@ from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
     from cacheflow.abc import StorageBackend
     from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey

@@ -22,7 +22,7 @@ _OUTLIER: Final = 3.0
 
 
 class ComputeModel:
-    """``seconds = k1 * linear * w + k2 * attention * w * (start + w / 2)`` for a tile of ``w`` tokens.
+    """``k1 * linear * w + k2 * attention * w * (start + w / 2)`` seconds a layer, ``w`` tokens wide.
 
     ``linear`` and ``attention`` are FLOPs per token, and per token and key position, of one layer.
     ``k1`` and ``k2`` (seconds per FLOP) are fitted by exponentially forgetting least squares on

@@ -72,11 +72,11 @@ def chunk_keys(
     previous = root
     for index in range(len(words) // chunk_tokens):
         part = words[index * chunk_tokens : (index + 1) * chunk_tokens].tobytes()
-        digest = hashlib.sha256(b"cacheflow/chunk\0" + previous)
-        digest.update(struct.pack("<Q", len(part)) + part)
+        chain = hashlib.sha256(b"cacheflow/chunk\0" + previous)
+        chain.update(struct.pack("<Q", len(part)) + part)
         for position, content in by_chunk.get(index, ()):
-            digest.update(_field(position) + _field(content))
-        previous = digest.digest()
+            chain.update(_field(position) + _field(content))
+        previous = chain.digest()
         keys.append(ChunkKey(previous))
     return tuple(keys)
 

@@ -8,6 +8,7 @@ hung tier cannot take everything. Loop-owned, except that holds end on any threa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -37,9 +38,7 @@ def buffer_from(
     """A pageable :class:`Buffer` over caller-owned memory (bytes are copied, to be addressable)."""
     view = memoryview(bytearray(data) if isinstance(data, bytes) else data).cast("B")
     array = (ctypes.c_char * len(view)).from_buffer(view)
-    return Buffer(
-        ctypes.addressof(array), len(view), MemoryKind.PAGEABLE, view, hold or InFlight()
-    )
+    return Buffer(ctypes.addressof(array), len(view), MemoryKind.PAGEABLE, view, hold or InFlight())
 
 
 class Lease:
@@ -106,6 +105,8 @@ class StagingPool:
         self._waiters: deque[_Waiter] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._emptied: asyncio.Event | None = None
+        """While closing: set when the quarantine is empty."""
 
     @property
     def free_bytes(self) -> int:
@@ -172,9 +173,10 @@ class StagingPool:
             waiter = self._waiters.popleft()
             if not waiter.future.done():
                 waiter.future.set_exception(ClosedError("the staging pool was closed"))
-        deadline = asyncio.get_running_loop().time() + _CLOSE_SECONDS
-        while self.quarantined_bytes() and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.01)
+        if self.quarantined_bytes():
+            self._emptied = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._emptied.wait(), _CLOSE_SECONDS)
         if self.quarantined_bytes():
             _log.error("%d staging bytes are left to hung I/O", self.quarantined_bytes())
             _LEFT_TO_IO.append(self._map)
@@ -215,6 +217,8 @@ class StagingPool:
         def ended() -> None:
             self._quarantined[lease.owner] -= size
             self._freed(lease.owner, offset, size)
+            if self._emptied is not None and not self.quarantined_bytes():
+                self._emptied.set()
 
         def from_any_thread() -> None:
             if loop is None or loop.is_closed():

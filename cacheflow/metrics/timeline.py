@@ -70,9 +70,7 @@ class Timeline:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ConfigError(
-                "a PNG needs matplotlib: pip install 'cacheflow-kv[demo]'"
-            ) from error
+            raise ConfigError("a PNG needs matplotlib: pip install 'cacheflow-kv[demo]'") from error
         figure = Figure(figsize=(9, 5), layout="constrained")
         axes = figure.add_subplot()
         rows = list(self._rows())

@@ -136,12 +136,9 @@ class Job:
         chunk, stop = start // self.spec.chunk_tokens, start + self.spec.chunk_tokens
         for located in self.located.values():
             for info in located.chunks[chunk]:
-                pieces = (
-                    s for s in info.segments if s.start < stop and start < s.stop
-                )
+                pieces = (s for s in info.segments if s.start < stop and start < s.stop)
                 return [
-                    Segment(s.start, min(s.stop, self.spec.prefix_tokens), s.width)
-                    for s in pieces
+                    Segment(s.start, min(s.stop, self.spec.prefix_tokens), s.width) for s in pieces
                 ]
         return []
 

@@ -74,8 +74,8 @@ class Restorer:
 
     async def __aenter__(self) -> Self:
         self._group = await asyncio.TaskGroup().__aenter__()
-        for driver in (self._compute, *self._loads):
-            self._drivers.append(self._group.create_task(driver.run()))
+        runs = [self._compute.run(), *(driver.run() for driver in self._loads)]
+        self._drivers = [self._group.create_task(run) for run in runs]
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -128,9 +128,9 @@ class Saver:
             write = await self._seal(key, chunk, lease, segments)
             try:
                 result = (await backend.store([write]))[0]
-                outcome, reason = result.status.value, result.error
+                outcome, reason = result.status.value, str(result.error or "")
             except (BackendError, OSError) as error:
-                outcome, reason = "failed", error
+                outcome, reason = TransferStatus.FAILED.value, str(error)
         ok = outcome == TransferStatus.OK
         if not ok:
             _log.warning("tier %s: chunk %d was not stored (%s: %s)", name, chunk, outcome, reason)

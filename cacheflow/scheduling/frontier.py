@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.scheduling.outlook import Outlook
 from cacheflow.scheduling.tiles import TileState, bits
 from cacheflow.types import Claim, Span, TileWork
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from cacheflow.scheduling.outlook import Outlook
     from cacheflow.scheduling.policies import Policy
     from cacheflow.types import Coverage, Load, RequestSpec
 

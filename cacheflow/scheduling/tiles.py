@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cacheflow.types import Span
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cacheflow.types import Load, Tile
+    from cacheflow.types import Load, Span, Tile
 
 __all__ = ["ChunkState", "TileState", "bits"]
 

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TINY", "StoredObject", "aligned_buffer", "load_one", "make_object", "object_key"]
 
-TINY: Final = KVLayout(
-    num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", chunk_tokens=32
-)
+TINY: Final = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", chunk_tokens=32)
 """8 KiB a layer with both heads, 4 KiB with one."""
 
 
@@ -63,9 +61,7 @@ class StoredObject:
 def object_key(number: int, layers: Span | None = None, heads: Span | None = None) -> ObjectKey:
     """Key of the shard of chunk ``number`` (default: all layers, all heads)."""
     chunk = ChunkKey(random.Random(number).randbytes(32))
-    return ObjectKey(
-        chunk, layers or Span(0, TINY.num_layers), heads or Span(0, TINY.num_kv_heads)
-    )
+    return ObjectKey(chunk, layers or Span(0, TINY.num_layers), heads or Span(0, TINY.num_kv_heads))
 
 
 def make_object(

@@ -41,7 +41,7 @@ class MemoryBackend(StorageBackend):
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         if self.before_lookup is not None:
             await self.before_lookup()
-        infos = [decode_header(data) for data in self.objects.values()]
+        infos = [decode_header(memoryview(data)) for data in self.objects.values()]
         return [[info for info in infos if info.key.chunk == key] for key in keys]
 
     async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
@@ -93,7 +93,7 @@ class MemoryBackend(StorageBackend):
 
     async def scan(self) -> AsyncIterator[ChunkInfo]:
         for data in list(self.objects.values()):
-            yield decode_header(data)
+            yield decode_header(memoryview(data))
 
     async def used_bytes(self) -> int:
         return sum(len(data) for data in self.objects.values())

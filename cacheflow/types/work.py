@@ -92,8 +92,6 @@ class ComputeBatch:
     work: tuple[TileWork, ...]
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class ComputeDone:
     """What a recompute did: layers ``[first_layer, next_layer)`` of ``work``.

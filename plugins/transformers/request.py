@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cacheflow.types import Segment, Span
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
 
     import torch

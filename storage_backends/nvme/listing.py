@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.kv import parse_name
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cacheflow.storage_backends.nvme.folder import StoreFolder
     from cacheflow.types import ChunkKey, ObjectKey
 

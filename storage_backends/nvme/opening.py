@@ -49,9 +49,7 @@ async def _read_manifest(folder: StoreFolder) -> bytes:
         async with aiofiles.open(folder.root / MANIFEST, "rb") as file:
             return await file.read()
     except OSError as error:
-        raise ConfigError(
-            f"{folder.root / MANIFEST} cannot be read: {error.strerror}"
-        ) from error
+        raise ConfigError(f"{folder.root / MANIFEST} cannot be read: {error.strerror}") from error
 
 
 async def _write_manifest(folder: StoreFolder, threads: IoThreads) -> None:

@@ -190,13 +190,9 @@ async def test_a_conversation_that_forgets_every_turn(model_folder: Path) -> Non
             history = [chance.randrange(320) for _ in range(150)]
             for turn in range(5):
                 report = Generation()
-                expected = [
-                    t async for t in never.generate(history, max_new_tokens=12, save=False)
-                ]
+                expected = [t async for t in never.generate(history, max_new_tokens=12, save=False)]
                 stored = {key: bytes(data) for key, data in store.objects.items()}
-                got = [
-                    t async for t in forgets.generate(history, max_new_tokens=12, report=report)
-                ]
+                got = [t async for t in forgets.generate(history, max_new_tokens=12, report=report)]
                 assert got == expected, f"turn {turn}"
                 assert report.restoration is not None
                 assert (report.cached_tokens > 0) == (turn > 0)
@@ -205,10 +201,9 @@ async def test_a_conversation_that_forgets_every_turn(model_folder: Path) -> Non
                     became = decode_header(now).canonical and not decode_header(data).canonical
                     assert now == data or became, "only a canonical copy replaces another"
                 ours, theirs = forgets._request, never._request
-                assert ours and theirs
-                canonical = min(
-                    _canonical(engine, ours), _canonical(engine, theirs)
-                )
+                assert ours
+                assert theirs
+                canonical = min(_canonical(engine, ours), _canonical(engine, theirs))
                 assert canonical >= 128
                 for layer in range(LAYERS):
                     for mine, other in zip(
@@ -238,7 +233,12 @@ async def test_a_canonical_copy_replaces_another_and_is_never_replaced(model_fol
             infos = [info async for info in store.scan()]
             assert not any(info.canonical for info in infos)
             whole = [*prompt, *made][:70]
-            [t async for t in flow.session("b").generate(whole, max_new_tokens=1, policy="recompute")]
+            [
+                t
+                async for t in flow.session("b").generate(
+                    whole, max_new_tokens=1, policy="recompute"
+                )
+            ]
             kept = [info async for info in store.scan()]
             assert sum(info.canonical for info in kept) == 4
             assert {i.key for i in kept} >= {i.key for i in infos}

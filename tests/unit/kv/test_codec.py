@@ -208,7 +208,7 @@ def test_sizes_follow_the_storage_dtype() -> None:
 def test_lengths_are_64_bits() -> None:
     """A chunk of more than 4 GiB has the right offsets (field report 125)."""
     layout = KVLayout(1000, 64, 256, "float32", 1024)
-    info, header, _ = sealed()
+    info, _header, _ = sealed()
     huge = ChunkInfo(
         key=ObjectKey(KEY.chunk, Span(0, 1000), Span(0, 64)),
         layout=layout,

@@ -31,13 +31,27 @@ def test_segments_are_kept_whole() -> None:
 
 def test_the_grid_id_names_everything_that_decides_bits() -> None:
     """Any difference is another id."""
-    base = {"torch_version": "1", "device": "cpu", "attention": "a", "threads": 1}
-    ids = {make_grid_id(grid=GRID, **{**base, **change}) for change in (  # type: ignore[arg-type]
-        {}, {"torch_version": "2"}, {"device": "cuda"}, {"attention": "b"}, {"threads": 2},
-        {"tensor_parallel": 2},
-    )}
-    ids.add(make_grid_id(grid=TileGrid((512,), 512), torch_version="1", device="cpu",
-                         attention="a", threads=1))
+
+    def grid_id(grid: TileGrid = GRID, torch: str = "1", device: str = "cpu", threads: int = 1,
+                attention: str = "a", parallel: int = 1) -> str:  # fmt: skip
+        return make_grid_id(
+            grid=grid,
+            torch_version=torch,
+            device=device,
+            attention=attention,
+            threads=threads,
+            tensor_parallel=parallel,
+        )
+
+    ids = {
+        grid_id(),
+        grid_id(TileGrid((512,), 512)),
+        grid_id(torch="2"),
+        grid_id(device="cuda"),
+        grid_id(threads=2),
+        grid_id(attention="b"),
+        grid_id(parallel=2),
+    }
     assert len(ids) == 7
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import pytest
@@ -71,7 +72,7 @@ class Leases(RuleBasedStateMachine):
             (lease.buffer.address, lease.buffer.address + len(lease.view))
             for lease in self.open + self.hung
         )
-        for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False):
+        for (_, stop), (start, _) in itertools.pairwise(ranges):
             assert stop <= start
 
     def teardown(self) -> None:

@@ -167,9 +167,7 @@ async def test_corrupt_chunks_become_recompute() -> None:
                 data[-1 - 97 * n] ^= 0x10
         result = await r.restore("load")
         assert result.failed_loads > 0
-        assert any(
-            isinstance(e, LoadEnded) and e.outcome is LoadOutcome.CORRUPT for e in r.events
-        )
+        assert any(isinstance(e, LoadEnded) and e.outcome is LoadOutcome.CORRUPT for e in r.events)
 
 
 async def test_short_and_vanished_objects_become_recompute() -> None:
@@ -327,7 +325,11 @@ async def test_closing_fails_what_is_running() -> None:
     scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
     pool = StagingPool(1 << 20)
     hold = threading.Event()
-    engine.before_layer = lambda work, layer: None if layer < 1 else hold.wait(0.2) and None
+
+    def slow(work: TileWork, layer: int) -> None:
+        hold.wait(0.2 if layer else 0)
+
+    engine.before_layer = slow
     async with Restorer(engine, scheduler, {"store": store}, pool) as restorer:
         await engine.open("r", TOKENS)
         request = RestoreRequest("r", TOKENS, (), restorer.clock.now())

@@ -43,13 +43,13 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(
         chunks=st.integers(1, 20),
-        holes=st.lists(st.tuples(st.integers(0, 19), st.integers(0, (1 << LAYERS) - 1)), max_size=6),
+        holes=st.lists(
+            st.tuples(st.integers(0, 19), st.integers(0, (1 << LAYERS) - 1)), max_size=6
+        ),
         policy=st.sampled_from(["adaptive", "load", "recompute"]),
         second=st.booleans(),
     )
-    def admit(
-        self, chunks: int, holes: list[tuple[int, int]], policy: str, second: bool
-    ) -> None:
+    def admit(self, chunks: int, holes: list[tuple[int, int]], policy: str, second: bool) -> None:
         self.spec = make_spec(chunks * 16, chunks * 16 + 40, layers=LAYERS, chunk=16, grid=GRID)
         self.scheduler.admit(self.spec, load_policy(policy))
         layers = [(1 << LAYERS) - 1] * chunks

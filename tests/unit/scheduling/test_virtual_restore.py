@@ -145,7 +145,7 @@ def test_a_channel_that_never_answers_costs_next_to_nothing() -> None:
 
 
 def test_a_warm_channel_that_starts_to_hang_is_raced() -> None:
-    """A link fast enough that recompute was not begun at all stops answering: compute takes over."""
+    """A link so fast that recompute was not begun stops answering: compute takes over."""
     alive = True
     link = Link(1e12, 1e-5, lambda load: True if alive else None)
     run = new_run(0.0, link)
