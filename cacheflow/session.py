@@ -255,7 +255,9 @@ async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[str, St
     for tier in settings.tiers:
         if tier.name in backends:
             raise ConfigError(f"setting tiers: two tiers are called {tier.name!r}")
-        backend = await load_backend(tier.backend).open(tier.options)
+        # Finding and importing a backend reads the disk.
+        kind = await asyncio.to_thread(load_backend, tier.backend)
+        backend = await kind.open(tier.options)
         stack.push_async_callback(backend.aclose)
         backends[tier.name] = backend
     return backends

@@ -27,9 +27,10 @@ async def main(store: str) -> None:
             stop = {engine.tokenizer.eos_token_id}
             async for token in session.generate(prompt, stop_tokens=stop, report=report):
                 print(engine.tokenizer.decode([token]), end="", flush=True)
-            share = report.restoration.recomputed_share
-            print(f"\n  {len(prompt)} tokens, first answer token after {report.ttft_seconds:.2f} s; "
-                  f"{report.cached_tokens} were stored, {share:.0%} of those recomputed")
+            if report.restoration:
+                share = f"{report.restoration.recomputed_share:.0%} of those recomputed"
+                print(f"\n  {len(prompt)} tokens, {report.cached_tokens} of them stored, {share};")
+                print(f"  first token of the answer after {report.ttft_seconds:.2f} s")
             await session.forget()  # the KV is gone from memory; what was stored stays
     await engine.aclose()
 

@@ -147,7 +147,8 @@ class ThrottledBackend(StorageBackend):
     @classmethod
     async def open(cls, options: Mapping[str, object]) -> Self:
         parsed = ThrottledOptions.parse(cls.name, options)
-        inner = await load_backend(parsed.inner).open(parsed.inner_options)
+        found = await asyncio.to_thread(load_backend, parsed.inner)  # reads files, imports modules
+        inner = await found.open(parsed.inner_options)
         return cls(inner, Link(parsed.bandwidth, parsed.latency), owns_inner=True)
 
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:

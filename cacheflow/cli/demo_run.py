@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cacheflow.cli.demo_screen import Screen
     from cacheflow.restore import Restoration
-    from cacheflow.types import Event
+    from cacheflow.types import Event, KVLayout
 
 __all__ = ["Demo", "Result"]
 
@@ -133,16 +133,13 @@ class Demo:
     @property
     def prefix_bytes(self) -> int:
         """Bytes that load-only has to move."""
-        layout = self.engine.layout
-        return self._prefix_tokens // layout.chunk_tokens * int(layout.payload_bytes())
+        layout: KVLayout = self.engine.layout
+        return self._prefix_tokens // layout.chunk_tokens * layout.payload_bytes()
 
     @property
     def _prefix_tokens(self) -> int:
-        return (
-            (len(self.prompt) - 1)
-            // self.engine.layout.chunk_tokens
-            * (self.engine.layout.chunk_tokens)
-        )
+        chunk: int = self.engine.layout.chunk_tokens
+        return (len(self.prompt) - 1) // chunk * chunk
 
     async def _recompute_only(self) -> Result:
         """It does not depend on the link, so it is run once."""

@@ -25,6 +25,8 @@ _READS: Final = ("shlex", "textwrap", "heapq")
 """One module a turn; where one is too short for its share, the next ones follow."""
 _SHARES: Final = (0.5, 0.75, 1.0)
 """Share of the history that is there after each turn."""
+_OVER: Final = 8
+"""The last token of a prompt is never restored: a few more make the chunks before it whole."""
 _MARK: Final = "\N{SYMBOL FOR SUBSTITUTE}answer\N{SYMBOL FOR SUBSTITUTE}"
 
 
@@ -39,13 +41,13 @@ class Turn:
 
 
 def turns(tokens: int) -> tuple[Turn, ...]:
-    """The turns of a history whose last prompt has ``tokens`` tokens."""
+    """The turns of a history with ``tokens`` tokens to restore."""
     sources = [inspect.getsource(importlib.import_module(name)) for name in _READS]
     return tuple(
         Turn(
             f"Read the source of the {name} module and tell me in one sentence what it is for.",
             "\n".join(sources[i:] + sources[:i]),
-            int(tokens * share),
+            int(tokens * share) + _OVER,
         )
         for i, (name, share) in enumerate(zip(_READS, _SHARES, strict=True))
     )

@@ -17,25 +17,28 @@ _FORGET: Final = 0.97
 """Weight of the past at each observation: about 30 layers of memory."""
 _PRIOR: Final = 0.05
 """Strength of the belief that both kinds of work run at the same rate."""
+_LATE_START: Final = 0.05
+_LATE_MEMORY: Final = 0.05
 _OUTLIER: Final = 3.0
 """An observation beyond this factor of the prediction is clipped to it (and still moves it)."""
 
 
 class ComputeModel:
-    """``k1 * linear * w + k2 * attention * w * (start + w / 2)`` seconds a layer, ``w`` tokens wide.
+    """``k1 * linear * w + k2 * attention * w * (start + w / 2)`` seconds for ``w`` tokens.
 
     ``linear`` and ``attention`` are FLOPs per token, and per token and key position, of one layer.
     ``k1`` and ``k2`` (seconds per FLOP) are fitted by exponentially forgetting least squares on
     relative errors. Before the first observation every prediction is ``None``.
     """
 
-    __slots__ = ("_aa", "_ab", "_attention", "_bb", "_linear", "_rates", "_sa", "_sb")
+    __slots__ = ("_aa", "_ab", "_attention", "_bb", "_late", "_linear", "_rates", "_sa", "_sb")
 
     def __init__(self, linear: float, attention: float) -> None:
         self._linear = linear
         self._attention = attention
         self._aa = self._ab = self._bb = self._sa = self._sb = 0.0
         self._rates: tuple[float, float] | None = None
+        self._late = _LATE_START
 
     @property
     def known(self) -> bool:
@@ -49,6 +52,11 @@ class ComputeModel:
         a, b = self._work(tile)
         return self._rates[0] * a + self._rates[1] * b
 
+    @property
+    def lateness(self) -> float:
+        """By what share layers have lately taken longer than predicted, on average."""
+        return self._late
+
     def observe(self, tile: Tile, seconds: float) -> None:
         """One layer of ``tile`` took ``seconds``."""
         if seconds <= 0.0 or tile.width == 0:
@@ -56,6 +64,8 @@ class ComputeModel:
         a, b = self._work(tile)
         expected = self.layer_seconds(tile)
         if expected is not None:
+            late = min(max(seconds / expected - 1, 0.0), 1.0)
+            self._late += _LATE_MEMORY * (late - self._late)
             seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
         a, b = a / seconds, b / seconds
         self._aa = self._aa * _FORGET + a * a

@@ -157,7 +157,7 @@ class Frontier:
             for t, state in enumerate(self.tiles):
                 target = self._target(t, state.low)
                 if target is not None and not state.committing >> target & 1:
-                    cost = self._outlook.layer_seconds(state.tile) or 0.0
+                    cost = self._outlook.layer_bound(state.tile) or 0.0
                     seconds = max(cost * (target - state.low + 1), self._patience(now))
                     return self._outlook.flip(self._on_channels(), seconds, now)
         return float("inf")
@@ -199,7 +199,7 @@ class Frontier:
         return step
 
     def _worth(self, state: TileState, target: int, layer: int, now: float) -> bool:
-        cost = self._outlook.layer_seconds(state.tile)
+        cost = self._outlook.layer_bound(state.tile)
         compute = None if cost is None else cost * (target - layer + 1)
         left = self._outlook.loads_left(self._on_channels(), now)
         if left is not None and left < self._patience(now):

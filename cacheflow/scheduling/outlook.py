@@ -46,6 +46,11 @@ class Outlook:
     def layer_seconds(self, tile: Tile) -> float | None:
         return self.compute.layer_seconds(tile)
 
+    def layer_bound(self, tile: Tile) -> float | None:
+        """Seconds within which a layer is done nearly always: late compute cannot be taken back."""
+        seconds = self.compute.layer_seconds(tile)
+        return None if seconds is None else seconds * (1 + 2 * self.compute.lateness)
+
     def claimed(self, tile: Tile | None, now: float) -> None:
         """The compute thread begins a layer of ``tile`` (None: it stops); learns from the last."""
         if self._current is not None:

@@ -44,9 +44,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """K and V that some rows of a decode step see; ``rows`` (int64) is None for all of them."""
+    """K and V that some rows of a decode step see; ``rows`` is a slice where they are adjacent."""
 
-    rows: torch.Tensor | None
+    rows: slice | torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
@@ -118,15 +118,16 @@ def _attend_tile(
     return total.to(query.dtype)
 
 
-def _attend_rows(
-    query: torch.Tensor, blocks: Sequence[RowBlock], scale: float
-) -> torch.Tensor:
+def _attend_rows(query: torch.Tensor, blocks: Sequence[RowBlock], scale: float) -> torch.Tensor:
     """``query [B, Hq, 1, D]``, each row over the blocks that name it."""
     total = torch.zeros_like(query, dtype=torch.float32)
     norm = torch.full(query.shape[:3], -torch.inf, device=query.device)
     for block in blocks:
-        if block.rows is None:
-            norm = _merge(total, norm, *_fold(query, block, scale))
+        if isinstance(block.rows, slice):
+            some = total[block.rows]  # a view
+            norm[block.rows] = _merge(
+                some, norm[block.rows], *_fold(query[block.rows], block, scale)
+            )
             continue
         part, part_lse = _fold(query.index_select(0, block.rows), block, scale)
         some, some_norm = total.index_select(0, block.rows), norm.index_select(0, block.rows)

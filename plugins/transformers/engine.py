@@ -18,8 +18,15 @@ from cacheflow.kv import make_grid_id
 from cacheflow.plugins.transformers.attention import ATTENTION_NAME
 from cacheflow.plugins.transformers.check import check_walk
 from cacheflow.plugins.transformers.copies import copy_in, copy_out
+from cacheflow.plugins.transformers.device import device_kind, pick_device
 from cacheflow.plugins.transformers.lanes import CpuStreams, CudaStreams, Lane, Streams
-from cacheflow.plugins.transformers.model import identity_of, kv_layout, layer_flops, load_model
+from cacheflow.plugins.transformers.model import (
+    identity_of,
+    kv_layout,
+    layer_flops,
+    load_model,
+    load_tokenizer,
+)
 from cacheflow.plugins.transformers.pages import PagePool
 from cacheflow.plugins.transformers.request import OpenRequest
 from cacheflow.plugins.transformers.smollm2 import prepare_smollm2
@@ -66,7 +73,7 @@ class TransformersEngine:
         self.grid_id = make_grid_id(
             grid=grid,
             torch_version=torch.__version__,
-            device=_device_kind(device),
+            device=device_kind(device),
             attention=f"{ATTENTION_NAME}-1",
             threads=threads,
         )
@@ -98,21 +105,20 @@ class TransformersEngine:
         threads of the compute thread (bits depend on it, so it is part of ``grid_id``).
 
         Raises:
-            ConfigError: no such model, or one that cannot be restored exactly (names the feature).
+            ConfigError: no such model, one that cannot be restored exactly (names the feature), or
+                an option that cannot be.
         """
-        path = Path(model).expanduser()
+        path = Path(model)
         grid = grid or TileGrid()
-        where = torch.device(_pick_device(device))
+        where = pick_device(device)
+        _check_options(grid, chunk_tokens, threads, kv_bytes)
 
         def load() -> tuple[Any, dict[str, str | int], KVLayout, Any]:
-            loaded = load_model(path, dtype, where)
+            folder = path.expanduser()
+            loaded = load_model(folder, dtype, where)
             layout = kv_layout(loaded.config, loaded.dtype, chunk_tokens)
-            return loaded, identity_of(loaded, path, layout), layout, _tokenizer(path)
+            return loaded, identity_of(loaded, folder, layout), layout, load_tokenizer(folder)
 
-        try:
-            grid.check(chunk_tokens)
-        except ValueError as error:
-            raise ConfigError(f"chunk_tokens={chunk_tokens}: {error}") from error
         loaded, identity, layout, tokenizer = await asyncio.to_thread(load)
         streams = CudaStreams(where) if where.type == "cuda" else CpuStreams()
         engine = cls(
@@ -214,9 +220,7 @@ class TransformersEngine:
         except KeyError:
             raise ClosedError(f"request {request_id!r} is not open") from None
 
-    def _append(
-        self, requests: Sequence[OpenRequest], tokens: Sequence[Sequence[int]]
-    ) -> None:
+    def _append(self, requests: Sequence[OpenRequest], tokens: Sequence[Sequence[int]]) -> None:
         """Add tokens to each request, or to none."""
         for request, more in zip(requests, tokens, strict=True):
             self._check(len(request.tokens), more)
@@ -375,8 +379,7 @@ class TransformersEngine:
         """Copies of K and V ``[Hkv, tokens, D]`` of the first ``tokens`` tokens (default: all)."""
         request = self._request(request_id)
         parts = request.past(len(request.tokens) if tokens is None else tokens)
-        keys = [page.keys(layer, page.start, stop) for page, stop in parts]
-        values = [page.values(layer, page.start, stop) for page, stop in parts]
+        keys, values = zip(*(page.part(layer, stop) for page, stop in parts), strict=True)
         return torch.cat(keys, dim=2)[0], torch.cat(values, dim=2)[0]
 
     @property
@@ -406,21 +409,15 @@ class TransformersEngine:
         return running.result()
 
 
-def _pick_device(device: str) -> str:
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device_kind(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"cuda/{torch.cuda.get_device_name(device)}"
-    return f"{device.type}/{torch.backends.cpu.get_cpu_capability()}"
-
-
-def _tokenizer(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not any(path.glob("tokenizer*")):
-        return None
-    return AutoTokenizer.from_pretrained(path)
+def _check_options(grid: TileGrid, chunk_tokens: int, threads: int, kv_bytes: int) -> None:
+    for name, value in (
+        ("threads", threads),
+        ("kv_bytes", kv_bytes),
+        ("chunk_tokens", chunk_tokens),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    try:
+        grid.check(chunk_tokens)
+    except ValueError as error:
+        raise ConfigError(f"chunk_tokens={chunk_tokens}: {error}") from error

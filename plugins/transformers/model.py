@@ -8,19 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from cacheflow.errors import ConfigError
 from cacheflow.plugins.transformers.attention import ATTENTION_NAME, attention_forward
+from cacheflow.plugins.transformers.device import fast_dtype
 from cacheflow.types import KVLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-__all__ = ["identity_of", "kv_layout", "layer_flops", "load_model", "refuse_unsupported"]
+__all__ = ["identity_of", "kv_layout", "layer_flops", "load_model", "load_tokenizer"]
 
 _VOLATILE: Final = frozenset(
     {
@@ -62,10 +63,12 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {str(path)!r} has a config that cannot be read: {error}") from error
+        raise ConfigError(
+            f"model {str(path)!r} has a config that cannot be read: {error}"
+        ) from error
     refuse_unsupported(config)
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    chosen = _fast_dtype(device) if dtype == "auto" else dtype
+    chosen = fast_dtype(device) if dtype == "auto" else dtype
     if chosen not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {dtype!r} is not one of auto, float32, bfloat16, float16")
     try:
@@ -77,6 +80,13 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
         raise ConfigError(f"model {str(path)!r} cannot be loaded: {error}") from error
     _check_parts(model)
     return model.to(device).eval()
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer in the model's folder; None where there is none."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path) if any(path.glob("tokenizer*")) else None
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -152,7 +162,9 @@ def layer_flops(model: Any) -> tuple[float, float]:
     return 2.0 * parameters, 4.0 * heads * head_dim
 
 
-def identity_of(model: Any, path: Path, layout: KVLayout, adapter: str = "") -> dict[str, str | int]:
+def identity_of(
+    model: Any, path: Path, layout: KVLayout, adapter: str = ""
+) -> dict[str, str | int]:
     """What the key root binds. Any change of weights, config, dtype or layout changes it."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}
     canonical = json.dumps(config, sort_keys=True, default=str)
@@ -195,20 +207,3 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _fast_dtype(device: torch.device) -> str:
-    """bfloat16 where the hardware multiplies it natively; elsewhere it is several times slower."""
-    if device.type != "cpu":
-        return "bfloat16"
-    flags = _cpu_flags()
-    return "bfloat16" if flags & {"amx_bf16", "avx512_bf16", "bf16"} else "float32"
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return set()
-    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
-    return set(next(lines, "").partition(":")[2].split())

@@ -47,6 +47,10 @@ class Page:
         """Values, as :meth:`keys`."""
         return self.data[layer, 1, None, :, first - self.start : stop - self.start]
 
+    def part(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all the page's tokens before ``stop``."""
+        return self.keys(layer, self.start, stop), self.values(layer, self.start, stop)
+
 
 class PagePool:
     """Allocates pages up to a cap and keeps freed ones for reuse: their memory is already mapped.

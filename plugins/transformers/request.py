@@ -21,7 +21,7 @@ __all__ = ["OpenRequest", "Paused"]
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """A tile that stopped before ``layer``: ``hidden [1, n, hidden_size]`` is that layer's input."""
+    """A tile stopped before ``layer``: ``hidden [1, n, hidden_size]`` is that layer's input."""
 
     hidden: torch.Tensor
     layer: int

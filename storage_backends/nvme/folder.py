@@ -13,6 +13,7 @@ without taking each other's files for leftovers. Blocking calls: run them on I/O
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -150,6 +151,7 @@ class StoreFolder:
         return time.time() - (self.temporary / name).stat().st_mtime > _ABANDONED_SECONDS
 
 
+@functools.cache
 def _host() -> str:
     """This boot and process-id namespace: where a process id means something."""
     parts = []

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from cacheflow.testing.objects import StoredObject
     from cacheflow.types import ObjectKey
 
-pytestmark = pytest.mark.both_loops
 
+class NvmeHarness(StorageBackendTests):
+    """Not collected itself."""
 
-class TestNvme(StorageBackendTests):
     options: ClassVar[dict[str, object]] = {}
 
     async def open_backend(self, where: Path) -> StorageBackend:
@@ -61,13 +61,18 @@ class TestNvme(StorageBackendTests):
                 pause.go.set()
 
 
-class TestNvmeWithoutDirect(TestNvme):
+@pytest.mark.both_loops
+class TestNvme(NvmeHarness):
+    """With the options as they come."""
+
+
+class TestNvmeWithoutDirect(NvmeHarness):
     """Everything through the page cache."""
 
     options: ClassVar[dict[str, object]] = {"direct": "off", "fsync": False}
 
 
-class TestNvmeInMemory(TestNvme):
+class TestNvmeInMemory(NvmeHarness):
     """On tmpfs."""
 
     @pytest.fixture
@@ -77,7 +82,7 @@ class TestNvmeInMemory(TestNvme):
         shutil.rmtree(folder)
 
 
-class TestNvmeOfWhichTheFileSystemHasNoDirect(TestNvme):
+class TestNvmeOnAFileSystemWithoutDirect(NvmeHarness):
     """On a file system that refuses O_DIRECT when a file is opened, as many network ones do."""
 
     @pytest.fixture(autouse=True)

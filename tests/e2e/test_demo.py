@@ -15,7 +15,9 @@ from cacheflow.cli import app
 from cacheflow.cli.demo_run import Demo
 
 if TYPE_CHECKING:
-    from click.testing import Result
+    from collections.abc import Callable
+
+    from typer.testing import Result
 
 _TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
@@ -181,8 +183,8 @@ def test_quickstart_restores_what_it_forgot(
     answer = first.split("first time: ")[1].splitlines()[0]
     assert answer
     assert resumed.splitlines()[0] == answer
-    assert "; 0 were stored" in first
-    assert "; 0 were stored" not in resumed
+    assert " 0 of them stored" in first
+    assert " 0 of them stored" not in resumed
 
 
 def test_threads_default_leaves_cores_for_loads() -> None:
@@ -191,3 +193,22 @@ def test_threads_default_leaves_cores_for_loads() -> None:
 
     cores = len(os.sched_getaffinity(0))
     assert _threads() == (1 if cores <= 4 else cores // 2)
+
+
+def test_without_model_the_trained_one_is_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No --model: the small trained model is made ready in the cache folder of the settings."""
+    asked: list[Path] = []
+
+    def prepare(cache_dir: Path, progress: Callable[[str, float], None]) -> Path:
+        asked.append(cache_dir)
+        progress("converting", 0.5)
+        return model
+
+    monkeypatch.setattr("cacheflow.plugins.transformers.engine.prepare_smollm2", prepare)
+    monkeypatch.setenv("CACHEFLOW_CACHE_DIR", str(tmp_path / "cache"))
+    arguments = ["demo", "--tokens", "512", "--links", "raw", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert asked == [tmp_path / "cache"]

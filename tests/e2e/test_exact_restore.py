@@ -35,27 +35,6 @@ PREFIX = 384
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with grouped queries, saved as a folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=320,
-        max_position_embeddings=2048,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @asynccontextmanager
 async def opened(folder: Path, dtype: str = "float32") -> AsyncIterator[TransformersEngine]:
     engine = await TransformersEngine.open_model(

@@ -33,7 +33,7 @@ def test_history_has_the_length_asked_for() -> None:
         prompt = talk.read(turn)
         assert abs(len(prompt) - turn.until) < 4
         talk.answered([65, 66, 0])
-    assert turns(4096)[-1].until == 4096
+    assert 4096 < turns(4096)[-1].until < 4096 + 16
     assert talk.ask(FINAL_QUESTION)[-11:] == list(b"<assistant>")
 
 

@@ -83,7 +83,12 @@ def engine_for(
 
     @asynccontextmanager
     async def opened(family: str = "llama", **options: Any) -> AsyncIterator[TransformersEngine]:
-        settings = {"dtype": "float32", "grid": GRID, "chunk_tokens": CHUNK, "kv_bytes": 64 << 20}
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "grid": GRID,
+            "chunk_tokens": CHUNK,
+            "kv_bytes": 64 << 20,
+        }
         engine = await TransformersEngine.open_model(
             model_folder(family), device="cpu", **(settings | options)
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FAMILIES = ("llama", "llama-mha", "llama-yarn", "qwen2", "qwen3", "mistral", "phi3")
 PREFIX, TOTAL = 208, 230
-"""The last tile of the prefix, [192, 208), and the suffix behind it share the grid tile [192, 256)."""
+"""The last tile of the prefix, [192, 208), and the suffix share the grid tile [192, 256)."""
 
 
 def prompt(total: int = TOTAL, seed: int = 1) -> list[int]:
@@ -201,6 +201,24 @@ async def test_capture_zeroes_the_padding(engine_for: Engines) -> None:
             kv = [x[:, 48:64].contiguous() for x in engine.kv("cold", layer)]
             payload = b"".join(bytes(x.view(torch.uint8).flatten().tolist()) for x in kv)
             assert block == payload.ljust(layout.layer_stride(), b"\0")
+
+
+async def test_through_uses_loaded_keys_and_leaves_them(engine_for: Engines) -> None:
+    """A layer passed THROUGH keeps the KV that is there and attends over it: other bytes there,
+    other hidden states above."""
+    async with engine_for() as engine:
+        tile = engine.grid.split(0, 32)[0]
+        for name, fill in (("zeros", 0x00), ("ones", 0x3F)):
+            await engine.open(name, prompt())
+            await engine.publish(
+                name, [StagedPart(c, Span(1, 2), staging(engine, 1, fill)) for c in (0, 1)]
+            )
+            await walk(engine, name, tile, {1}, random.Random(0))
+        byte = torch.tensor(0x3F3F3F3F, dtype=torch.int32).view(torch.float32)
+        assert torch.equal(engine.kv("zeros", 1, 32)[0], torch.zeros(2, 32, 16))
+        assert torch.equal(engine.kv("ones", 1, 32)[0], byte.expand(2, 32, 16))
+        assert torch.equal(engine.kv("zeros", 0, 32)[0], engine.kv("ones", 0, 32)[0])
+        assert not torch.equal(engine.kv("zeros", 2, 32)[0], engine.kv("ones", 2, 32)[0])
 
 
 async def test_a_lost_hidden_state_is_an_error(engine_for: Engines) -> None:

@@ -230,7 +230,7 @@ async def test_a_claim_that_raises_reaches_the_caller(engine_for: Engines) -> No
 
 @pytest.mark.both_loops
 async def test_a_lane_outlives_its_callers() -> None:
-    """Work of a cancelled caller runs to its end, its error goes nowhere, the next one is served."""
+    """Work of a cancelled caller runs to its end, its error goes nowhere, the next is served."""
     lane, gate = Lane("test", 1), threading.Event()
 
     def fail() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cacheflow.errors import ConfigError
 from cacheflow.kv import key_root
-from cacheflow.plugins.transformers import TransformersEngine, model
+from cacheflow.plugins.transformers import TransformersEngine, device
 from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("MambaConfig", {}, "attention"),
     ("JambaConfig", {}, "."),
     ("T5Config", {}, "encoder"),
-    ("BloomConfig", {}, "."),
     ("FalconConfig", {"alibi": True}, "ALiBi"),
     ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type dyn"),
     ("Phi3Config", {"rope_parameters": LONG_ROPE}, "rope type longrope"),
@@ -105,7 +104,9 @@ def test_foreign_kinds_of_attention_are_named() -> None:
         current_reach.reach = None
 
 
-async def test_unknown_and_broken_paths(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+async def test_unknown_and_broken_paths(
+    tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
     """No folder, no config, a broken config, no weights: a ConfigError that names the path."""
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -144,7 +145,7 @@ async def test_identity_follows_what_decides_kv_values(
     another one."""
 
     async def root(**options: Any) -> bytes:
-        settings = {"dtype": "float32", "device": "cpu", "chunk_tokens": 16}
+        settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "chunk_tokens": 16}
         grid = TileGrid((64,), 64)
         engine = await TransformersEngine.open_model(**(settings | {"grid": grid} | options))
         await engine.aclose()
@@ -193,9 +194,9 @@ async def test_grid_id_names_what_decides_bits(engine_for: Engines) -> None:
 )
 def test_auto_dtype(monkeypatch: pytest.MonkeyPatch, flags: set[str], dtype: str) -> None:
     """bfloat16 is chosen on a CPU only where it is fast."""
-    monkeypatch.setattr(model, "_cpu_flags", lambda: flags)
-    assert model._fast_dtype(torch.device("cpu")) == dtype
-    assert model._fast_dtype(torch.device("cuda")) == "bfloat16"
+    monkeypatch.setattr(device, "cpu_flags", lambda: flags)
+    assert device.fast_dtype(torch.device("cpu")) == dtype
+    assert device.fast_dtype(torch.device("cuda")) == "bfloat16"
 
 
 async def test_sizes(engine_for: Engines) -> None:

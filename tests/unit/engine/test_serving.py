@@ -127,6 +127,28 @@ async def test_forks_share_pages_and_go_their_own_ways(engine_for: Engines) -> N
         assert engine.kv_used_bytes == 0
 
 
+async def test_rows_that_share_a_page_need_not_be_neighbours(engine_for: Engines) -> None:
+    """A stranger between two forks changes nothing for any of the three."""
+    async with engine_for() as engine:
+        await engine.open("root", prompt(100))
+        await engine.prefill("root")
+        await engine.open("stranger", prompt(100, seed=7))
+        await engine.prefill("stranger")
+        token = {name: await engine.first_token(name) for name in ("root", "stranger")}
+        await engine.fork("root", "fork", 100)
+        mixed: list[list[int]] = [[token["root"]], [token["stranger"]], [token["root"]]]
+        for _ in range(6):
+            step = await engine.decode(["root", "stranger", "fork"], [row[-1] for row in mixed])
+            for row, made in zip(mixed, step, strict=True):
+                row.append(made)
+        assert mixed[0] == mixed[2]
+        for name, row in (("root", mixed[0]), ("stranger", mixed[1])):
+            await engine.close(name)
+            await engine.open(name, prompt(100, seed=1 if name == "root" else 7))
+            await engine.prefill(name)
+            assert await generate(engine, name, 7) == row
+
+
 async def test_a_fork_at_a_page_edge_copies_nothing(engine_for: Engines) -> None:
     """Up to a page's end a fork shares all it has; it grows pages of its own when it goes on."""
     async with engine_for() as engine:

@@ -1,0 +1,341 @@
+"""Storage backends against the bare machine, in one run and interleaved.
+
+nvme reads against fio (psync, O_DIRECT, the very same files, as many jobs as the backend has
+threads), dram loads against memcpy on as many threads (with and without verifying checksums),
+throttled links against what they are set to, and warm lookups of a prefix. Medians of rounds, with
+the spread of the paired ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from cacheflow.kv import format_name, seal, verify
+from cacheflow.memory import StagingPool, buffer_from
+from cacheflow.storage_backends.dram import DramBackend
+from cacheflow.storage_backends.nvme import NvmeBackend
+from cacheflow.storage_backends.throttled import Link, ThrottledBackend
+from cacheflow.types import ChunkKey, KVLayout, ObjectKey, Read, Span, TransferStatus, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cacheflow.abc import StorageBackend
+    from cacheflow.types import ChunkInfo
+
+MIB = 1 << 20
+SIZES = (1 * MIB, 4 * MIB)
+LINKS = ((100 << 10, 2e6), (100 << 10, 200e6), (MIB, 25e6), (8 * MIB, 200e6))
+"""Unit of reading and bandwidth."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One comparison: bytes a second of ours and of the reference, round by round."""
+
+    name: str
+    reference: str
+    target: float | None
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        ratios = [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
+        return {
+            "name": self.name,
+            "reference": self.reference,
+            "bytes_per_second": statistics.median(self.ours),
+            "reference_bytes_per_second": statistics.median(self.theirs),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+            "target": self.target,
+            "rounds": len(ratios),
+        }
+
+
+def layout_of(size: int) -> KVLayout:
+    """One layer of exactly ``size`` bytes (a multiple of 256 KiB)."""
+    return KVLayout(1, size // (2 * 256 * 128 * 4), 128, "float32")
+
+
+async def fill(backend: StorageBackend, size: int, count: int) -> list[ChunkInfo]:
+    """Store ``count`` objects with ``size`` bytes of payload."""
+    layout, infos = layout_of(size), []
+    payload = bytearray(random.Random(size).randbytes(size))
+    for number in range(count):
+        payload[:8] = number.to_bytes(8, "little")
+        chunk = ChunkKey(random.Random(f"{size} {number}").randbytes(32))
+        key = ObjectKey(chunk, Span(0, 1), Span(0, layout.num_kv_heads))
+        info, header = seal(
+            key, layout, memoryview(payload), grid_id="bench", segments=(), canonical=True
+        )
+        parts = (buffer_from(header), buffer_from(payload))
+        [result] = await backend.store([Write(info, parts)])
+        assert result.status is TransferStatus.OK, result
+        infos.append(info)
+    return infos
+
+
+async def load_all(
+    backend: StorageBackend,
+    ranges: Sequence[tuple[ChunkInfo, int, int]],
+    depth: int,
+    then: Callable[[ChunkInfo, memoryview], None] | None = None,
+) -> float:
+    """Bytes a second of reading ``ranges`` (info, offset, bytes) with ``depth`` loads at a time;
+    ``then`` runs on a thread with what has arrived, before its load counts as ended."""
+    pool = StagingPool(depth * max(nbytes for _, _, nbytes in ranges))
+    loop, todo = asyncio.get_running_loop(), iter(ranges)
+    workers = ThreadPoolExecutor(2)
+
+    async def worker() -> None:
+        for info, offset, nbytes in todo:
+            with await pool.lease(nbytes) as lease:
+                async for result in backend.load([Read(info.key, offset, lease.buffer)]):
+                    assert result.status is TransferStatus.OK, result
+                if then is not None:
+                    await loop.run_in_executor(workers, then, info, lease.view)
+
+    pool.view[:] = bytes(len(pool.view))  # touch it: page faults are not what is measured
+    start = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(depth):
+            group.create_task(worker())
+    seconds = time.perf_counter() - start
+    workers.shutdown()
+    await pool.aclose()
+    return sum(nbytes for _, _, nbytes in ranges) / seconds
+
+
+def fio(files: Sequence[Path], size: int, jobs: int) -> float:
+    """Bytes a second of fio over the payloads of ``files``, shared out among ``jobs``."""
+    lines = ["[global]", "ioengine=psync", "direct=1", "rw=read", f"bs={size}", "thread=1"]
+    lines += ["group_reporting=1", "offset=4096", "file_service_type=sequential"]
+    with tempfile.TemporaryDirectory(dir=files[0].parents[2]) as folder:
+        for number, path in enumerate(files):  # fio takes only so many characters of file names
+            Path(folder, str(number)).hardlink_to(path)
+        for job in range(jobs):
+            mine = range(job, len(files), jobs)
+            lines += [f"[job{job}]", f"nrfiles={len(mine)}", f"size={size * len(mine)}"]
+            lines += ["filename=" + ":".join(map(str, mine))]
+        Path(folder, "script").write_text("\n".join(lines), encoding="utf-8")
+        done = subprocess.run(
+            ["fio", "--readonly", "--output-format=json", "script"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise SystemExit(f"fio failed: {done.stderr or done.stdout}")
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    read = report["jobs"][0]["read"]
+    assert read["io_bytes"] == size * len(files), (read["io_bytes"], size * len(files))
+    return float(read["bw_bytes"])
+
+
+def memcpy(source: StagingPool, size: int, count: int, threads: int) -> float:
+    """Bytes a second of copying ``count`` times ``size`` bytes out of ``source``, on threads."""
+    target = StagingPool(2 * threads * size)
+    target.view[:] = bytes(len(target.view))
+
+    def copy(first: int) -> None:
+        for number in range(first, count, threads):
+            to = target.address + (2 * first + number // threads % 2) * size
+            ctypes.memmove(to, source.address + number * size, size)
+
+    workers = [threading.Thread(target=copy, args=(first,)) for first in range(threads)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return count * size / (time.perf_counter() - start)
+
+
+def payloads(infos: Sequence[ChunkInfo]) -> list[tuple[ChunkInfo, int, int]]:
+    """The whole payload of each object, as a range."""
+    return [(info, info.payload_offset, info.nbytes - info.payload_offset) for info in infos]
+
+
+async def bench_nvme(folder: Path, options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
+    rows = []
+    for size in SIZES:
+        backend = await NvmeBackend.open({"path": str(folder), "threads": options.threads})
+        row = Row(f"nvme read {size // MIB} MiB", f"fio psync x{options.threads}", 0.95)
+        infos = await fill(backend, size, options.mib * MIB // size)
+        names = [format_name(info.key) for info in infos]
+        files = [folder / "objects" / name[:2] / name for name in names]
+        for number in range(options.rounds):
+            for who in ("ours", "fio") if number % 2 else ("fio", "ours"):
+                if who == "fio":
+                    row.theirs.append(await asyncio.to_thread(fio, files, size, options.threads))
+                else:
+                    depth = 2 * options.threads
+                    row.ours.append(await load_all(backend, payloads(infos), depth))
+            tick()
+        await backend.delete([info.key for info in infos])
+        await backend.aclose()
+        rows.append(row)
+    return rows
+
+
+async def bench_dram(options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
+    rows = []
+    threads = options.copy_threads
+    for size in SIZES:
+        count = options.mib * MIB // size
+        capacity = count * (size + 4096)
+        backend = await DramBackend.open({"capacity_bytes": capacity, "threads": threads})
+        ranges = payloads(await fill(backend, size, count))
+        source = StagingPool(count * size)
+        source.view[:] = bytes(len(source.view))
+        name = f"dram load {size // MIB} MiB"
+        plain = Row(name, f"memcpy x{threads}", 0.85)
+        verified = Row(f"{name}, verified", f"memcpy x{threads}", None)
+
+        def check(info: ChunkInfo, data: memoryview) -> None:
+            verify(info, info.key.layers, data)
+
+        for number in range(options.rounds):
+            for who in random.Random(number).sample(["plain", "verified", "memcpy"], 3):
+                if who == "memcpy":
+                    speed = await asyncio.to_thread(memcpy, source, size, count, threads)
+                    plain.theirs.append(speed)
+                    verified.theirs.append(speed)
+                else:
+                    row, then = (plain, None) if who == "plain" else (verified, check)
+                    row.ours.append(await load_all(backend, ranges, 4 * threads, then))
+            tick()
+        await source.aclose()
+        await backend.aclose()
+        rows += [plain, verified]
+    return rows
+
+
+async def bench_links(options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
+    rows = []
+    inner = await DramBackend.open({"capacity_bytes": 9 * MIB})
+    [info] = await fill(inner, 8 * MIB, 1)
+    for unit, bandwidth in LINKS:
+        row = Row(f"throttled {unit >> 10} KiB at {bandwidth / 1e6:.0f} MB/s", "nominal", 0.99)
+        count = max(4, int(1.5 * bandwidth / unit))
+        for _ in range(min(3, options.rounds)):
+            backend = ThrottledBackend(inner, Link(bandwidth))
+            row.ours.append(await load_all(backend, [(info, 4096, unit)] * count, 4))
+            row.theirs.append(bandwidth)
+        tick()
+        rows.append(row)
+    await inner.aclose()
+    return rows
+
+
+async def bench_lookup(folder: Path) -> dict[str, float]:
+    """Milliseconds of looking up a prefix of 32 chunks among 2,000 objects, cold and warm."""
+    backend = await NvmeBackend.open({"path": str(folder), "fsync": False})
+    infos = await fill(backend, 256 << 10, 32)
+    await backend.aclose()
+    backend = await NvmeBackend.open({"path": str(folder)})
+    asked = [info.key.chunk for info in infos]
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        found = await backend.lookup(asked)
+        times.append(1e3 * (time.perf_counter() - start))
+        assert all(found)
+    await asyncio.sleep(1.1)  # a listing is kept once its folder has been quiet for a second
+    settled = []
+    for _ in range(30):
+        start = time.perf_counter()
+        await backend.lookup(asked)
+        settled.append(1e3 * (time.perf_counter() - start))
+    await backend.aclose()
+    return {"first_ms": times[0], "warm_ms": statistics.median(settled), "worst_ms": max(settled)}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    result = Table(title="storage: GB/s, medians; ratio with its spread over the rounds")
+    result.add_column("what")
+    for name in ("GB/s", "reference", "GB/s", "ratio", "min - max", "target"):
+        result.add_column(name, justify="right")
+    for row in rows:
+        target = f">= {row['target']}" if row["target"] else ""
+        result.add_row(
+            row["name"],
+            f"{row['bytes_per_second'] / 1e9:.3f}",
+            row["reference"],
+            f"{row['reference_bytes_per_second'] / 1e9:.3f}",
+            f"{row['ratio']:.3f}",
+            f"{row['ratio_min']:.3f} - {row['ratio_max']:.3f}",
+            target,
+        )
+    return result
+
+
+async def main(options: argparse.Namespace) -> None:
+    rows: list[Row] = []
+    steps = 4 * options.rounds + len(LINKS) + 1
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder) as base,
+        Progress(console=Console(stderr=True)) as bar,
+    ):
+        task = bar.add_task("lookups", total=steps)
+
+        def tick() -> None:
+            bar.advance(task)
+
+        lookup = await bench_lookup(Path(base) / "lookup")
+        tick()
+        bar.update(task, description="dram and memcpy")
+        rows += await bench_dram(options, tick)
+        bar.update(task, description="links")
+        rows += await bench_links(options, tick)
+        bar.update(task, description="nvme and fio")
+        if shutil.which("fio"):
+            rows += await bench_nvme(Path(base) / "nvme", options, tick)
+        else:
+            bar.console.print("fio is not installed: the nvme comparison is left out")
+    summaries = [row.summary() for row in rows]
+    if options.json:
+        print(json.dumps({"rows": summaries, "lookup_of_32_chunks": lookup}))
+    else:
+        Console().print(table(summaries))
+        text = ", ".join(f"{name.removesuffix('_ms')} {ms:.2f} ms" for name, ms in lookup.items())
+        print(f"lookup of 32 chunks: {text} (target: warm under 5 ms)")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=256, help="bytes read in each round, in MiB")
+    parser.add_argument("--threads", type=int, default=4, help="nvme threads, and jobs of fio")
+    parser.add_argument("--copy-threads", type=int, default=2, help="dram threads, and of memcpy")
+    parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(parse()))

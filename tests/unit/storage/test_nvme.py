@@ -1,0 +1,521 @@
+"""The nvme backend beyond the contract: folders, faults of the disk, leftovers, O_DIRECT."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+from cacheflow.errors import BackendError, ConfigError, IntegrityError
+from cacheflow.kv import format_name
+from cacheflow.storage_backends.nvme import NvmeBackend
+from cacheflow.testing.conformance import Pause
+from cacheflow.testing.objects import StoredObject, aligned_buffer, load_one, make_object
+from cacheflow.testing.storage_harness import store_all
+from cacheflow.types import Read, TransferStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MANIFEST = "cacheflow-store.json"
+
+
+async def open_store(folder: Path, **options: object) -> NvmeBackend:
+    return await NvmeBackend.open({"path": str(folder), **options})
+
+
+def file_of(folder: Path, stored: StoredObject) -> Path:
+    name = format_name(stored.key)
+    return folder / "objects" / name[:2] / name
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+async def make_store(folder: Path, *objects: StoredObject) -> None:
+    backend = await open_store(folder)
+    if objects:
+        await store_all(backend, *objects)
+    await backend.aclose()
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+async def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    """A folder with other files in it is refused by name, and nothing in it changes."""
+    (tmp_path / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(ConfigError, match=r"is not a CacheFlow store.*empty folder"):
+        await open_store(tmp_path)
+    assert listing(tmp_path) == ["thesis.txt"]
+
+
+async def test_a_folder_with_objects_but_no_manifest_is_left_alone(tmp_path: Path) -> None:
+    """A store that lost its manifest is not taken for an empty folder."""
+    await make_store(tmp_path, make_object(1))
+    (tmp_path / MANIFEST).unlink()
+    before = listing(tmp_path)
+    with pytest.raises(ConfigError, match="not a CacheFlow store"):
+        await open_store(tmp_path)
+    assert listing(tmp_path) == before
+
+
+async def test_a_store_whose_making_was_cut_short_is_finished(tmp_path: Path) -> None:
+    """A process that dies while it makes a store leaves a folder that can still become one."""
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "half a manifest").touch()
+    await make_store(tmp_path, make_object(1))
+    assert (tmp_path / MANIFEST).exists()
+
+
+async def test_many_may_make_the_same_store(tmp_path: Path) -> None:
+    """Several openings of one empty folder at once all succeed and see each other's objects."""
+    stores = await asyncio.gather(*(open_store(tmp_path / "s") for _ in range(8)))
+    for number, backend in enumerate(stores):
+        await store_all(backend, make_object(number))
+    for backend in stores:
+        assert len([info async for info in backend.scan()]) == 8
+        await backend.aclose()
+
+
+async def test_a_missing_folder_is_made_only_when_asked(tmp_path: Path) -> None:
+    """Without `create` a missing or empty folder is a ConfigError that names the option."""
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ConfigError, match="option create"):
+            await open_store(folder, create=False)
+    assert listing(tmp_path) == []
+    await make_store(tmp_path / "a" / "b")
+    await (await open_store(tmp_path / "a" / "b", create=False)).aclose()
+
+
+async def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    """A path to a file, or below one, is a ConfigError."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"file"):
+            await open_store(path)
+
+
+async def test_a_store_of_another_version(tmp_path: Path) -> None:
+    """A newer store is a ConfigError that says both versions; a damaged manifest is an
+    IntegrityError. Neither changes the folder."""
+    await make_store(tmp_path, make_object(1))
+    before = listing(tmp_path)
+    found = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps(found | {"format": 99}))
+    with pytest.raises(ConfigError, match=r"format 99, this is format 1"):
+        await open_store(tmp_path)
+    for damage in (b"", b"{", b"\xff\xfe", b"[]", b'{"kind": "other", "format": 1}'):
+        (tmp_path / MANIFEST).write_bytes(damage)
+        with pytest.raises(IntegrityError, match=MANIFEST):
+            await open_store(tmp_path)
+    assert listing(tmp_path) == before
+
+
+async def test_options_are_checked() -> None:
+    """Unknown, missing and impossible options are ConfigErrors that name them."""
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({}, "path"),
+        ({"path": "/x", "colour": "red"}, "colour"),
+        ({"path": "/x", "threads": 0}, "threads"),
+        ({"path": "/x", "direct": "maybe"}, "direct"),
+    ]
+    for options, name in wrong:
+        with pytest.raises(ConfigError, match=f"'nvme', option '{name}'"):
+            await NvmeBackend.open(options)
+
+
+async def test_only_the_owner_can_read(tmp_path: Path) -> None:
+    """Files are 0600 and folders 0700: prompts can be read back from a KV cache."""
+    folder = tmp_path / "store"
+    await make_store(folder, make_object(1))
+    for path in (folder, *folder.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if path.name != MANIFEST:
+            assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+# -- faults of the disk ----------------------------------------------------------------------------
+
+
+def failing(call: Callable[..., int], code: int, after: int = 0) -> Callable[..., int]:
+    """``call`` until ``after`` bytes went through, then a short transfer, then an error."""
+    left = after
+
+    def fail(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal left
+        if left <= 0:
+            raise OSError(code, os.strerror(code))
+        done = call(descriptor, [buffers[0][:left]], offset)
+        left -= done
+        return done
+
+    return fail
+
+
+@pytest.mark.parametrize("after", [0, 4096, 8192, 12288])
+@pytest.mark.parametrize("direct", ["auto", "off"])
+async def test_a_full_disk(tmp_path: Path, after: int, direct: str) -> None:
+    """A disk that fills up, at once or with a short write, makes a store FULL and temporary; the
+    old object stays, nothing temporary is left, the holds are released."""
+    old, new = make_object(1), make_object(1, version=1)
+    backend = await open_store(tmp_path, direct=direct)
+    await store_all(backend, old)
+    write = new.write()
+    with mock.patch.object(os, "pwritev", failing(os.pwritev, errno.ENOSPC, after)):
+        [result] = await backend.store([write])
+    assert (result.status, result.nbytes) == (TransferStatus.FULL, 0)
+    assert isinstance(result.error, BackendError)
+    assert result.error.is_temporary
+    assert "No space left" in str(result.error)
+    assert os.listdir(tmp_path / "tmp") == []
+    assert all(part.hold.in_flight == 0 for part in write.parts)
+    assert await backend.lookup([old.key.chunk]) == [[old.info]]
+    await store_all(backend, new)
+    await backend.aclose()
+
+
+async def test_a_read_error(tmp_path: Path) -> None:
+    """A read that the disk fails is FAILED with the reason; reads beside it are not harmed."""
+    stored = make_object(1)
+    backend = await open_store(tmp_path)
+    await store_all(backend, stored)
+    with mock.patch.object(os, "preadv", failing(os.preadv, errno.EIO)):
+        result, _ = await load_one(backend, stored.key, 0, 4096)
+    assert result.status is TransferStatus.FAILED
+    assert isinstance(result.error, BackendError)
+    assert result.error.operation == "load"
+    assert "Input/output error" in str(result.error)
+    result, data = await load_one(backend, stored.key, 0, 4096)
+    assert data == stored.data[:4096]
+    await backend.aclose()
+
+
+async def test_a_read_only_store(tmp_path: Path) -> None:
+    """A store that can only be read serves what it has; a store into it is FAILED and says why."""
+    stored = make_object(1)
+    await make_store(tmp_path, stored)
+    real = os.open
+
+    def read_only(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, mode)
+
+    with (
+        mock.patch.object(os, "open", read_only),
+        mock.patch.object(os, "access", lambda *_: False),
+    ):
+        backend = await open_store(tmp_path)
+        _, data = await load_one(backend, stored.key, 0, len(stored.data))
+        assert data == stored.data
+        [result] = await backend.store([make_object(2).write()])
+        assert result.status is TransferStatus.FAILED
+        assert "Read-only file system" in str(result.error)
+        await backend.aclose()
+
+
+async def test_what_is_no_plain_file_is_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A link, a pipe or a folder under an object's name is not listed and blocks nobody; it is
+    logged once. A file in the wrong folder is no object."""
+    linked, pipe, folder, stray = (make_object(number) for number in range(4))
+    await make_store(tmp_path, linked, pipe, folder, stray)
+    elsewhere = tmp_path / "elsewhere"
+    file_of(tmp_path, linked).rename(elsewhere)
+    file_of(tmp_path, linked).symlink_to(elsewhere)
+    for each in (pipe, folder):
+        file_of(tmp_path, each).unlink()
+    os.mkfifo(file_of(tmp_path, pipe))
+    file_of(tmp_path, folder).mkdir()
+    wrong = tmp_path / "objects" / "zz"
+    wrong.mkdir()
+    file_of(tmp_path, stray).rename(wrong / format_name(stray.key))
+    backend = await open_store(tmp_path)
+    for _ in range(2):
+        found = await backend.lookup([each.key.chunk for each in (linked, pipe, folder, stray)])
+        assert found == [[], [], [], []]
+        assert [info async for info in backend.scan()] == []
+    assert len([record for record in caplog.records if "not a plain file" in record.message]) == 3
+    await backend.aclose()
+
+
+# -- O_DIRECT --------------------------------------------------------------------------------------
+
+
+def no_direct(call: Callable[..., int]) -> Callable[..., int]:
+    def refuse(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}") and _is_direct(descriptor):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return call(descriptor, buffers, offset)
+
+    return refuse
+
+
+def _is_direct(descriptor: int) -> bool:
+    import fcntl
+
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+async def test_fallback_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where O_DIRECT is refused only when bytes move, everything still works, with one warning."""
+    objects = [make_object(number) for number in range(8)]
+    with (
+        mock.patch.object(os, "preadv", no_direct(os.preadv)),
+        mock.patch.object(os, "pwritev", no_direct(os.pwritev)),
+    ):
+        backend = await open_store(tmp_path)
+        await store_all(backend, *objects)
+        for each in objects:
+            assert (await load_one(backend, each.key, 0, len(each.data)))[1] == each.data
+        await backend.aclose()
+    warnings = [record.message for record in caplog.records if "O_DIRECT" in record.message]
+    assert len(warnings) == 1
+    assert str(tmp_path) in warnings[0]
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+async def test_direct_can_be_insisted_on(tmp_path: Path) -> None:
+    """`direct: on` is a ConfigError where the file system has none."""
+    await make_store(tmp_path)
+    real = os.open
+
+    def refusing(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, mode)
+
+    with (
+        mock.patch.object(os, "open", refusing),
+        pytest.raises(ConfigError, match="option direct"),
+    ):
+        await open_store(tmp_path, direct="on")
+
+
+async def test_a_short_file_does_not_cost_direct(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading a file that ends amid a page is SHORT, and no reason to give up O_DIRECT."""
+    stored = make_object(1)
+    await make_store(tmp_path, stored)
+    os.truncate(file_of(tmp_path, stored), 9999)
+    backend = await open_store(tmp_path)
+    result, data = await load_one(backend, stored.key, 0, len(stored.data))
+    assert result.status is TransferStatus.SHORT
+    assert data == stored.data[:9999]
+    assert backend._direct.on
+    assert not caplog.records
+    await backend.aclose()
+
+
+async def test_offsets_beyond_four_gigabytes(tmp_path: Path) -> None:
+    """Ranges are 64-bit: the end of a 5 GB object is read where it lies."""
+    stored = make_object(1)
+    await make_store(tmp_path, stored)
+    offset = 5 << 30
+    with file_of(tmp_path, stored).open("r+b") as file:
+        file.seek(offset)
+        file.write(b"far away".ljust(4096))
+    backend = await open_store(tmp_path)
+    _, data = await load_one(backend, stored.key, offset, 4096)
+    assert data.startswith(b"far away")
+    await backend.aclose()
+
+
+# -- leftovers, indexes, hung disks ----------------------------------------------------------------
+
+
+async def test_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
+    """Opening removes unfinished files whose process is gone, and only those: not those of running
+    processes, nor fresh ones of other hosts that share the folder."""
+    backend = await open_store(tmp_path)
+    mine = (await asyncio.to_thread(backend.folder.new_temporary)).name
+    host, pid, start, token = mine.split("-")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    keep = {mine, f"0123456789ab-{pid}-{start}-{token}"}
+    gone = {
+        f"{host}-{dead.pid}-{start}-{token}",
+        f"{host}-{pid}-1-{token}",
+        f"0123456789ab-{pid}-{start}-old",
+        "what is this",
+    }
+    for name in keep | gone:
+        (tmp_path / "tmp" / name).touch()
+    yesterday = time.time() - 2 * 86400
+    for name in (f"0123456789ab-{pid}-{start}-old", "what is this"):
+        os.utime(tmp_path / "tmp" / name, (yesterday, yesterday))
+    await (await open_store(tmp_path)).aclose()
+    assert set(os.listdir(tmp_path / "tmp")) == keep
+    await backend.aclose()
+
+
+async def test_two_writers_of_one_object(tmp_path: Path) -> None:
+    """Backends that store the same objects at the same time never disturb each other's files."""
+    stores = [await open_store(tmp_path) for _ in range(4)]
+    objects = [make_object(number) for number in range(8)]
+    for _ in range(3):
+        await asyncio.gather(*(store_all(backend, *objects) for backend in stores))
+    for each in objects:
+        assert (await load_one(stores[0], each.key, 0, len(each.data)))[1] == each.data
+    assert os.listdir(tmp_path / "tmp") == []
+    for backend in stores:
+        await backend.aclose()
+
+
+async def test_a_kept_listing_is_noticed_to_be_old(tmp_path: Path) -> None:
+    """A folder listing that was kept is not believed once someone else changed the folder."""
+    one, two = await open_store(tmp_path), await open_store(tmp_path)
+    stored = make_object(1)
+    await store_all(one, stored)
+    fan = file_of(tmp_path, stored).parent
+    os.utime(fan, (time.time() - 60, time.time() - 60))
+    assert await one.lookup([stored.key.chunk]) == [[stored.info]]
+    with mock.patch.object(os, "listdir", side_effect=AssertionError("listed again")):
+        assert await one.lookup([stored.key.chunk]) == [[stored.info]]
+    assert await two.delete([stored.key]) == [True]
+    assert await one.lookup([stored.key.chunk]) == [[]]
+    await one.aclose()
+    await two.aclose()
+
+
+async def test_lookups_do_not_wait_for_hung_reads(tmp_path: Path) -> None:
+    """With all reading threads hung in the disk, lookups and scans still answer."""
+    objects = [make_object(number) for number in range(8)]
+    backend = await open_store(tmp_path, threads=2)
+    await store_all(backend, *objects)
+    pause, real = Pause(), os.preadv
+
+    def waiting(*arguments: Any) -> int:
+        pause.wait()
+        return real(*arguments)
+
+    async def load() -> None:
+        buffers = [aligned_buffer(4096) for _ in objects]
+        reads = [Read(o.key, 0, b) for o, b in zip(objects, buffers, strict=True)]
+        assert len([result async for result in backend.load(reads)]) == len(objects)
+
+    with mock.patch.object(os, "preadv", waiting):
+        task = asyncio.ensure_future(load())
+        await pause.until_began()
+        assert await backend.lookup([objects[3].key.chunk]) == [[objects[3].info]]
+        assert len([info async for info in backend.scan()]) == 8
+        pause.go.set()
+        await task
+    await backend.aclose()
+
+
+HUNG = """
+import asyncio, os, sys, threading
+from pathlib import Path
+from cacheflow.storage_backends.nvme import NvmeBackend
+from cacheflow.testing.objects import load_one, make_object
+
+async def main():
+    backend = await NvmeBackend.open({"path": sys.argv[1]})
+    os.preadv = lambda *_: threading.Event().wait()
+    task = asyncio.ensure_future(load_one(backend, make_object(1).key, 0, 4096))
+    await asyncio.sleep(0.2)
+    await backend.aclose()
+    print(type((await asyncio.gather(task, return_exceptions=True))[0]).__name__)
+
+asyncio.run(main())
+"""
+
+
+def test_a_hung_disk_holds_up_neither_closing_nor_exit(tmp_path: Path) -> None:
+    """A process whose read never comes back closes the store and exits."""
+    asyncio.run(make_store(tmp_path, make_object(1)))
+    done = subprocess.run(
+        [sys.executable, "-c", HUNG, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "ClosedError\n", done.stderr
+    assert done.returncode == 0
+
+
+# -- export and import -----------------------------------------------------------------------------
+
+
+async def test_export_and_import(tmp_path: Path) -> None:
+    """What is exported is imported elsewhere, the same to the byte; importing again keeps it."""
+    objects = [make_object(number) for number in range(5)]
+    source = await open_store(tmp_path / "source")
+    await store_all(source, *objects)
+    folder = tmp_path / "exported"
+    assert await source.export_objects(folder) == 5
+    assert await source.export_objects(tmp_path / "two", [o.key.chunk for o in objects[:2]]) == 2
+    assert sorted(os.listdir(folder)) == sorted(format_name(each.key) for each in objects)
+    with pytest.raises(ConfigError, match="File exists"):
+        await source.export_objects(folder)
+    target = await open_store(tmp_path / "target")
+    assert (await target.import_objects(folder)).stored == 5
+    for each in objects:
+        assert (await load_one(target, each.key, 0, len(each.data)))[1] == each.data
+    again = await target.import_objects(folder)
+    assert (again.stored, again.kept) == (0, 5)
+    await source.aclose()
+    await target.aclose()
+
+
+async def test_import_verifies(tmp_path: Path) -> None:
+    """Damaged, truncated and misnamed files are refused by name and reason; others are ignored."""
+    objects = [make_object(number) for number in range(6)]
+    damaged = bytearray(objects[1].data)
+    damaged[-1] ^= 1
+    contents = [objects[0].data, bytes(damaged), objects[2].data[:-1], objects[4].data, b"", b"x"]
+    for stored, data in zip(objects, contents, strict=True):
+        (tmp_path / format_name(stored.key)).write_bytes(data)
+    (tmp_path / "README").touch()
+    backend = await open_store(tmp_path / "store")
+    report = await backend.import_objects(tmp_path)
+    assert (report.stored, report.kept, report.ignored) == (1, 0, 2)  # README and the store
+    assert {name for name, _ in report.refused} == {format_name(o.key) for o in objects[1:]}
+    assert [info async for info in backend.scan()] == [objects[0].info]
+    with pytest.raises(ConfigError, match="missing"):
+        await backend.import_objects(tmp_path / "missing")
+    await backend.aclose()
+
+
+async def test_export_verifies(tmp_path: Path) -> None:
+    """An object whose payload is damaged is not exported: IntegrityError, and no file of it."""
+    stored = make_object(1)
+    await make_store(tmp_path / "store", stored)
+    with file_of(tmp_path / "store", stored).open("r+b") as file:
+        file.seek(8192)
+        file.write(b"damage")
+    backend = await open_store(tmp_path / "store")
+    with pytest.raises(IntegrityError, match="layer 0"):
+        await backend.export_objects(tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == []
+    await backend.aclose()
+
+
+async def test_the_canonical_copy_wins(tmp_path: Path) -> None:
+    """Importing replaces an object that is not canonical by one that is, never the other way."""
+    plain, best = make_object(1, 0, canonical=False), make_object(1, 1)
+    for name, stored in (("plain", plain), ("best", best)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / format_name(stored.key)).write_bytes(stored.data)
+    backend = await open_store(tmp_path / "store")
+    for name, expected in (("plain", plain), ("best", best), ("plain", best)):
+        await backend.import_objects(tmp_path / name)
+        assert await backend.lookup([plain.key.chunk]) == [[expected.info]]
+    await backend.aclose()
