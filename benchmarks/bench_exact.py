@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from corpus import real_tokens
 from rich.console import Console
 from rich.progress import Progress
 
+from cacheflow.cli.bench_run import real_tokens
 from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel
 from cacheflow.memory import StagingPool

@@ -40,10 +40,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cacheflow.abc import StorageBackend
+    from cacheflow.memory import Lease
     from cacheflow.types import ChunkInfo
 
 MIB = 1 << 20
 SIZES = (1 * MIB, 4 * MIB)
+DEPTH = 4
+"""Loads at a time."""
 LINKS = ((100 << 10, 2e6), (100 << 10, 200e6), (MIB, 25e6), (8 * MIB, 200e6))
 """Unit of reading and bandwidth."""
 
@@ -100,21 +103,29 @@ async def load_all(
     backend: StorageBackend,
     ranges: Sequence[tuple[ChunkInfo, int, int]],
     depth: int,
+    batch: int = 1,
     then: Callable[[ChunkInfo, memoryview], None] | None = None,
 ) -> float:
-    """Bytes a second of reading ``ranges`` (info, offset, bytes) with ``depth`` loads at a time;
-    ``then`` runs on a thread with what has arrived, before its load counts as ended."""
-    pool = StagingPool(depth * max(nbytes for _, _, nbytes in ranges))
-    loop, todo = asyncio.get_running_loop(), iter(ranges)
-    workers = ThreadPoolExecutor(2)
+    """Bytes a second of reading ``ranges`` (info, offset, bytes), ``batch`` of them in each of
+    ``depth`` loads at a time (a restore reads the chunks of a tile in one load). ``then`` runs on
+    a thread with what has arrived, before its load counts as ended."""
+    pool = StagingPool(depth * batch * max(nbytes for _, _, nbytes in ranges))
+    loop, verifiers = asyncio.get_running_loop(), ThreadPoolExecutor(2)
+    batches = iter([ranges[at : at + batch] for at in range(0, len(ranges), batch)])
 
     async def worker() -> None:
-        for info, offset, nbytes in todo:
-            with await pool.lease(nbytes) as lease:
-                async for result in backend.load([Read(info.key, offset, lease.buffer)]):
-                    assert result.status is TransferStatus.OK, result
-                if then is not None:
-                    await loop.run_in_executor(workers, then, info, lease.view)
+        for some in batches:
+            leases = [await pool.lease(nbytes) for _, _, nbytes in some]
+            reads = [
+                Read(info.key, offset, lease.buffer)
+                for (info, offset, _), lease in zip(some, leases, strict=True)
+            ]
+            async for result in backend.load(reads):
+                assert result.status is TransferStatus.OK, result
+            if then is not None:
+                await loop.run_in_executor(verifiers, each, then, some, leases)
+            for lease in leases:
+                lease.release()
 
     pool.view[:] = bytes(len(pool.view))  # touch it: page faults are not what is measured
     start = time.perf_counter()
@@ -122,9 +133,19 @@ async def load_all(
         for _ in range(depth):
             group.create_task(worker())
     seconds = time.perf_counter() - start
-    workers.shutdown()
+    verifiers.shutdown()
     await pool.aclose()
     return sum(nbytes for _, _, nbytes in ranges) / seconds
+
+
+def each(
+    then: Callable[[ChunkInfo, memoryview], None],
+    some: Sequence[tuple[ChunkInfo, int, int]],
+    leases: Sequence[Lease],
+) -> None:
+    """``then`` for each of a batch."""
+    for (info, _, _), lease in zip(some, leases, strict=True):
+        then(info, lease.view)
 
 
 def fio(files: Sequence[Path], size: int, jobs: int) -> float:
@@ -154,17 +175,18 @@ def fio(files: Sequence[Path], size: int, jobs: int) -> float:
     return float(read["bw_bytes"])
 
 
-def memcpy(source: StagingPool, size: int, count: int, threads: int) -> float:
-    """Bytes a second of copying ``count`` times ``size`` bytes out of ``source``, on threads."""
-    target = StagingPool(2 * threads * size)
-    target.view[:] = bytes(len(target.view))
+def memcpy(source: StagingPool, target: StagingPool, size: int, count: int, threads: int) -> float:
+    """Bytes a second of copying ``count`` times ``size`` bytes out of ``source`` on ``threads``,
+    over and over into as much memory as the loads that it is compared with have."""
+    slots = target.capacity // size
+    todo = iter(range(count))
 
-    def copy(first: int) -> None:
-        for number in range(first, count, threads):
-            to = target.address + (2 * first + number // threads % 2) * size
+    def copy() -> None:
+        for number in todo:
+            to = target.address + number % slots * size
             ctypes.memmove(to, source.address + number * size, size)
 
-    workers = [threading.Thread(target=copy, args=(first,)) for first in range(threads)]
+    workers = [threading.Thread(target=copy) for _ in range(threads)]
     start = time.perf_counter()
     for worker in workers:
         worker.start()
@@ -178,7 +200,9 @@ def payloads(infos: Sequence[ChunkInfo]) -> list[tuple[ChunkInfo, int, int]]:
     return [(info, info.payload_offset, info.nbytes - info.payload_offset) for info in infos]
 
 
-async def bench_nvme(folder: Path, options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
+async def bench_nvme(
+    folder: Path, options: argparse.Namespace, tick: Callable[[], None]
+) -> list[Row]:
     rows = []
     for size in SIZES:
         backend = await NvmeBackend.open({"path": str(folder), "threads": options.threads})
@@ -191,8 +215,7 @@ async def bench_nvme(folder: Path, options: argparse.Namespace, tick: Callable[[
                 if who == "fio":
                     row.theirs.append(await asyncio.to_thread(fio, files, size, options.threads))
                 else:
-                    depth = 2 * options.threads
-                    row.ours.append(await load_all(backend, payloads(infos), depth))
+                    row.ours.append(await load_all(backend, payloads(infos), DEPTH, options.batch))
             tick()
         await backend.delete([info.key for info in infos])
         await backend.aclose()
@@ -209,7 +232,9 @@ async def bench_dram(options: argparse.Namespace, tick: Callable[[], None]) -> l
         backend = await DramBackend.open({"capacity_bytes": capacity, "threads": threads})
         ranges = payloads(await fill(backend, size, count))
         source = StagingPool(count * size)
-        source.view[:] = bytes(len(source.view))
+        target = StagingPool(DEPTH * options.batch * size)
+        for pool in (source, target):
+            pool.view[:] = bytes(len(pool.view))
         name = f"dram load {size // MIB} MiB"
         plain = Row(name, f"memcpy x{threads}", 0.85)
         verified = Row(f"{name}, verified", f"memcpy x{threads}", None)
@@ -220,14 +245,15 @@ async def bench_dram(options: argparse.Namespace, tick: Callable[[], None]) -> l
         for number in range(options.rounds):
             for who in random.Random(number).sample(["plain", "verified", "memcpy"], 3):
                 if who == "memcpy":
-                    speed = await asyncio.to_thread(memcpy, source, size, count, threads)
+                    speed = await asyncio.to_thread(memcpy, source, target, size, count, threads)
                     plain.theirs.append(speed)
                     verified.theirs.append(speed)
                 else:
                     row, then = (plain, None) if who == "plain" else (verified, check)
-                    row.ours.append(await load_all(backend, ranges, 4 * threads, then))
+                    row.ours.append(await load_all(backend, ranges, DEPTH, options.batch, then))
             tick()
         await source.aclose()
+        await target.aclose()
         await backend.aclose()
         rows += [plain, verified]
     return rows
@@ -251,7 +277,7 @@ async def bench_links(options: argparse.Namespace, tick: Callable[[], None]) -> 
 
 
 async def bench_lookup(folder: Path) -> dict[str, float]:
-    """Milliseconds of looking up a prefix of 32 chunks among 2,000 objects, cold and warm."""
+    """Milliseconds of looking up a prefix of 32 chunks: first after opening, then warm."""
     backend = await NvmeBackend.open({"path": str(folder), "fsync": False})
     infos = await fill(backend, 256 << 10, 32)
     await backend.aclose()
@@ -294,32 +320,37 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 async def main(options: argparse.Namespace) -> None:
     rows: list[Row] = []
-    steps = 4 * options.rounds + len(LINKS) + 1
+    lookup: dict[str, float] = {}
+    steps = {"lookup": 1, "dram": 2 * options.rounds, "links": len(LINKS)}
+    steps["nvme"] = 2 * options.rounds
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as base,
         Progress(console=Console(stderr=True)) as bar,
     ):
-        task = bar.add_task("lookups", total=steps)
-
-        def tick() -> None:
-            bar.advance(task)
-
-        lookup = await bench_lookup(Path(base) / "lookup")
-        tick()
-        bar.update(task, description="dram and memcpy")
-        rows += await bench_dram(options, tick)
-        bar.update(task, description="links")
-        rows += await bench_links(options, tick)
-        bar.update(task, description="nvme and fio")
-        if shutil.which("fio"):
-            rows += await bench_nvme(Path(base) / "nvme", options, tick)
-        else:
-            bar.console.print("fio is not installed: the nvme comparison is left out")
+        task = bar.add_task("", total=sum(steps[name] for name in options.only))
+        for name in options.only:
+            bar.update(task, description=name)
+            match name:
+                case "lookup":
+                    lookup = await bench_lookup(Path(base) / "lookup")
+                    bar.advance(task)
+                case "dram":
+                    rows += await bench_dram(options, lambda: bar.advance(task))
+                case "links":
+                    rows += await bench_links(options, lambda: bar.advance(task))
+                case "nvme":
+                    if not shutil.which("fio"):
+                        raise SystemExit("fio is not installed: apt-get install fio, or --only ...")
+                    rows += await bench_nvme(
+                        Path(base) / "nvme", options, lambda: bar.advance(task)
+                    )
     summaries = [row.summary() for row in rows]
     if options.json:
         print(json.dumps({"rows": summaries, "lookup_of_32_chunks": lookup}))
-    else:
+        return
+    if rows:
         Console().print(table(summaries))
+    if lookup:
         text = ", ".join(f"{name.removesuffix('_ms')} {ms:.2f} ms" for name, ms in lookup.items())
         print(f"lookup of 32 chunks: {text} (target: warm under 5 ms)")
 
@@ -332,7 +363,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=256, help="bytes read in each round, in MiB")
     parser.add_argument("--threads", type=int, default=4, help="nvme threads, and jobs of fio")
     parser.add_argument("--copy-threads", type=int, default=2, help="dram threads, and of memcpy")
+    parser.add_argument("--batch", type=int, default=4, help="reads in one load")
     parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
+    parts = ["lookup", "dram", "links", "nvme"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

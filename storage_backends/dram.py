@@ -160,7 +160,7 @@ class DramBackend(StorageBackend):
                 _release(touched)
 
         try:
-            job = self._threads.submit(copy, abandoned=lambda: _release(touched))
+            job = self._threads.start(copy, lambda: _release(touched))
         except ClosedError:
             _release(touched)
             lease.release()
@@ -168,7 +168,7 @@ class DramBackend(StorageBackend):
         try:
             await asyncio.shield(job.done)
         except BaseException:
-            job.withdraw()
+            self._threads.withdraw(job)
             lease.release()
             raise
         if self._closed:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cacheflow.errors import BackendError
+from cacheflow.storage_backends.threads import Job
 from cacheflow.types import TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from cacheflow.storage_backends.threads import IoThreads, Job
+    from cacheflow.storage_backends.threads import IoThreads
     from cacheflow.types import Read
 
 __all__ = ["load_on_threads"]
@@ -32,51 +34,76 @@ async def load_on_threads(
     the buffer any more: from the thread when ``read_into`` has returned, or at once when the read
     is withdrawn before it began. ``OSError`` becomes a FAILED result.
     """
-    left = deque(reads)
-    for read in left:
+    for read in reads:
         read.buffer.hold.acquire()
 
     def let_go(read: Read) -> None:
         read.buffer.hold.release()
         released(read)
 
-    jobs: dict[asyncio.Future[TransferResult], Job] = {}
+    arrivals = _Arrivals()
+    jobs: list[Job] = []
     try:
-        while left:
-            read = left[0]
-            work = _work(read, read_into, let_go)
-            job = threads.submit(work, abandoned=partial(let_go, read))
-            jobs[job.done] = job
-            left.popleft()
-        while jobs:
-            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                del jobs[future]
-                yield future.result()
+        for read in reads:
+            work = partial(_read, read, read_into, let_go, time.monotonic())
+            job = Job(work, arrivals.report, partial(let_go, read))
+            threads.submit(job)
+            jobs.append(job)
+        for _ in reads:
+            yield await arrivals.next()
     finally:
-        for job in jobs.values():
-            job.withdraw()
-        for read in left:
+        for job in jobs:
+            threads.withdraw(job)
+        for read in reads[len(jobs) :]:
             let_go(read)
 
 
-def _work(
+def _read(
     read: Read,
     read_into: Callable[[Read], tuple[TransferStatus, int]],
     let_go: Callable[[Read], None],
-) -> Callable[[], TransferResult]:
-    start = time.monotonic()
+    start: float,
+) -> TransferResult:
+    error = None
+    try:
+        status, nbytes = read_into(read)
+    except OSError as caught:
+        status, nbytes = TransferStatus.FAILED, 0
+        reason = caught.strerror or str(caught)
+        error = BackendError(reason, operation="load", context=repr(read.key))
+    finally:
+        let_go(read)
+    return TransferResult(read, status, nbytes, time.monotonic() - start, error)
 
-    def work() -> TransferResult:
-        error = None
-        try:
-            status, nbytes = read_into(read)
-        except OSError as caught:
-            status, nbytes = TransferStatus.FAILED, 0
-            reason = caught.strerror or str(caught)
-            error = BackendError(reason, operation="load", context=repr(read.key))
-        finally:
-            let_go(read)
-        return TransferResult(read, status, nbytes, time.monotonic() - start, error)
 
-    return work
+class _Arrivals:
+    """Ends of jobs, from any thread to one consumer; a burst of them wakes the loop once."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended: deque[tuple[Any, BaseException | None]] = deque()
+        self._is_waking = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def report(self, result: Any, error: BaseException | None) -> None:
+        self._ended.append((result, error))
+        if not self._is_waking:
+            self._is_waking = True
+            # The loop may be gone when hung I/O ends at last.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._is_waking = False  # before the consumer looks: what comes later wakes again
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> TransferResult:
+        while not self._ended:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        result, error = self._ended.popleft()
+        if error is not None:
+            raise error
+        assert isinstance(result, TransferResult)
+        return result

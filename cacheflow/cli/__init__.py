@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from cacheflow import __version__
-from cacheflow.cli import demo, doctor, store
+from cacheflow.cli import bench, demo, doctor, store
 from cacheflow.errors import CacheFlowError
 
 __all__ = ["app", "main"]
@@ -41,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.add_typer(store.app, name="store")

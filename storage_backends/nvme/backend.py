@@ -97,10 +97,10 @@ class NvmeBackend(StorageBackend):
         for write in writes:
             for part in write.parts:
                 part.hold.acquire()
+        start = time.monotonic()
         jobs = [
-            self._threads.submit(
-                partial(self._write_and_release, write, time.monotonic()),
-                abandoned=partial(_release, write),
+            self._threads.start(
+                partial(self._write_and_release, write, start), partial(_release, write)
             )
             for write in writes
         ]
@@ -108,7 +108,7 @@ class NvmeBackend(StorageBackend):
             return list(await asyncio.gather(*(asyncio.shield(job.done) for job in jobs)))
         except BaseException:
             for job in jobs:
-                job.withdraw()
+                self._threads.withdraw(job)
             raise
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:

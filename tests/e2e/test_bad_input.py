@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +17,7 @@ from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 CHUNK = 16
 GRID = TileGrid((32, 32, 64), 128)
@@ -56,6 +56,21 @@ async def ask(
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     chance = random.Random(seed)
     return [chance.randrange(320) for _ in range(length)]
+
+
+def stored_files(store: Path) -> list[Path]:
+    """Object files, in a fixed order."""
+    return [path for path in everything_in(store / "objects") if path.is_file()]
+
+
+def everything_in(folder: Path) -> list[Path]:
+    """All paths under a folder."""
+    return sorted(folder.rglob("*"))
+
+
+def make_newer(manifest: Path) -> None:
+    """As a future version would have written it."""
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
 
 
 async def test_an_empty_prompt_is_refused(model_folder: Path, tmp_path: Path) -> None:
@@ -164,14 +179,12 @@ async def test_a_store_of_another_version_is_refused(model_folder: Path, tmp_pat
     store = tmp_path / "s"
     async with opened(model_folder, store) as flow:
         await ask(flow, prompt_of(100))
-    manifest = store / "cacheflow-store.json"
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "format": 99}))
-    before = sorted(p for p in store.rglob("*"))
+    make_newer(store / "cacheflow-store.json")
+    before = everything_in(store)
     with pytest.raises(ConfigError, match="format 99"):
         async with opened(model_folder, store):
             pass
-    assert sorted(p for p in store.rglob("*")) == before
+    assert everything_in(store) == before
 
 
 async def test_a_folder_that_is_no_store_is_refused(model_folder: Path, tmp_path: Path) -> None:
@@ -190,8 +203,7 @@ async def test_chunks_with_damaged_headers_or_sizes_are_recomputed(
     prompt, chance = prompt_of(400), random.Random(3)
     async with opened(model_folder, tmp_path / "s") as flow:
         cold, _ = await ask(flow, prompt)
-        files = sorted(p for p in (tmp_path / "s" / "objects").rglob("*") if p.is_file())
-        for i, path in enumerate(files[:4]):
+        for i, path in enumerate(stored_files(tmp_path / "s")[:4]):
             data = bytearray(path.read_bytes())
             match i:
                 case 0:

@@ -51,15 +51,15 @@ async def test_closing_leaves_hung_jobs_behind() -> None:
         began.set()
         go.wait(30)
 
-    hung = threads.submit(hang)
-    queued = threads.submit(lambda: ran.append(1), abandoned=lambda: withdrawn.append(1))
+    hung = threads.start(hang)
+    queued = threads.start(lambda: ran.append(1), lambda: withdrawn.append(1))
     await asyncio.to_thread(began.wait, 10)
     assert not await threads.aclose(0.01)
     for job in (hung, queued):
         with pytest.raises(ClosedError):
             await job.done
     with pytest.raises(ClosedError):
-        threads.submit(hang)
+        threads.start(hang)
     go.set()
     await asyncio.to_thread(threads._threads[0].join, 10)
     assert (ran, withdrawn) == ([], [1])
@@ -70,12 +70,12 @@ async def test_a_job_is_run_or_withdrawn_never_both() -> None:
     threads = IoThreads(2, "test")
     for _ in range(300):
         happened: list[str] = []
-        job = threads.submit(
+        job = threads.start(
             lambda happened=happened: happened.append("work"),
-            abandoned=lambda happened=happened: happened.append("abandoned"),
+            lambda happened=happened: happened.append("abandoned"),
         )
         await asyncio.sleep(0)
-        job.withdraw()
+        threads.withdraw(job)
         await asyncio.wait([job.done])
         assert len(happened) == 1
     assert await threads.aclose(1.0)

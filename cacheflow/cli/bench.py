@@ -1,0 +1,144 @@
+"""``cacheflow bench``: how near restores come to the fluid bound, and whether they ever lose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+
+import typer
+
+from cacheflow.cli.demo_report import parse_links
+from cacheflow.cli.output import AsJson, figures, print_json, progress, run
+from cacheflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from cacheflow.cli.bench_run import Point
+
+__all__ = ["bench"]
+
+_MANY_TOKENS: Final = 4096
+"""From here on a round takes minutes: one fewer for every so many tokens."""
+
+
+def bench(
+    lengths: Annotated[
+        str, typer.Option(help="Prefix lengths in tokens; multiples of 256.")
+    ] = "256,512,1024,2048,4096,7936",
+    links: Annotated[
+        str, typer.Option(help="compute:I/O of each link, or 'raw' for the disk itself.")
+    ] = "raw,1:10,1:3,1:1,3:1,10:1",
+    rounds: Annotated[int, typer.Option(help="Rounds a length; fewer from 4k on.", min=1)] = 3,
+    threads: Annotated[int, typer.Option(help="Compute threads on a CPU.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a model (default: SmolLM2-135M-Instruct).")
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder for the stored KV (default: a temporary one).")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure restores on a real model and a real disk: recompute, load, and both at once.
+
+    Efficiency is the fluid bound (from recompute alone and load alone in the same run) divided by
+    what CacheFlow took. The default takes about half an hour on two cores.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    wanted = _lengths(lengths)
+    points = [(length, link) for length in wanted for link in parse_links(links)]
+    with ExitStack() as stack:
+        folder = store or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        lag, measured = run(_bench(points, rounds, threads, dtype, model, folder))
+    if json:
+        rows = [{**point.summary(), "runs": _runs(point)} for point in measured]
+        print_json({"loop_lag_p99_ms": lag * 1e3, "points": rows})
+    else:
+        figures().print(_table(measured))
+        figures().print(f"event-loop lag p99 during restores: {lag * 1e3:.2f} ms")
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        lengths = []
+    if not lengths or any(length <= 0 or length % 256 for length in lengths):
+        raise ConfigError(f"--lengths {text!r}: give multiples of 256, for instance 512,4096")
+    return lengths
+
+
+async def _bench(
+    wanted: Sequence[tuple[int, Any]],
+    rounds: int,
+    threads: int,
+    dtype: str,
+    model: Path | None,
+    folder: Path,
+) -> tuple[float, list[Point]]:
+    from cacheflow.cli.bench_run import SUFFIX_TOKENS, Bench, Point, real_tokens
+    from cacheflow.registry import load_engine
+
+    factory = cast("Any", await asyncio.to_thread(load_engine, "transformers"))
+    path = model or await asyncio.to_thread(factory.small_model)
+    engine = await factory.open_model(path, dtype=dtype, threads=threads)
+    longest = max(length for length, _ in wanted) + SUFFIX_TOKENS
+    if longest > engine.max_tokens:
+        raise ConfigError(f"--lengths: the model's context has {engine.max_tokens} tokens")
+    tokens = await asyncio.to_thread(real_tokens, engine.tokenizer, longest)
+    bench = Bench(engine, folder, tokens)
+    points = [Point(length, link) for length, link in wanted]
+    lengths = list(dict.fromkeys(length for length, _ in wanted))
+    with progress() as bar:
+        tiles = len(engine.grid.split(0, longest))
+        filling = bar.add_task("filling the store", total=tiles)
+        await bench.fill(lambda: bar.advance(filling))
+        for length in lengths:
+            own = [point for point in points if point.tokens == length]
+            count = max(1, rounds - length // _MANY_TOKENS)
+            task = bar.add_task(f"{length} tokens", total=count * len(own))
+            await bench.measure(own, count, lambda task=task: bar.advance(task))  # type: ignore[misc]
+    await engine.aclose()
+    return bench.lag.quantile(0.99), points
+
+
+def _runs(point: Point) -> dict[str, list[float]]:
+    return {
+        "recompute": point.recompute,
+        "load": point.load,
+        "adaptive": point.adaptive,
+        "fluid": point.fluid,
+    }
+
+
+def _table(points: Sequence[Point]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title="seconds until the prefix is ready (medians)", box=SIMPLE_HEAD)
+    names = ("tokens", "link", "recompute", "load", "both", "front", "eff.", "gain")
+    for name in (*names, "excess ms\n(allowed)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in (point.summary() for point in points):
+        table.add_row(
+            str(row["tokens"]),
+            row["compute_io"],
+            f"{row['recompute_s']:.3f}",
+            f"{row['load_s']:.3f}{'*' if row['load_is_scaled'] else ''}",
+            f"{row['adaptive_s']:.3f}",
+            f"{row['recomputed_share']:.0%}",
+            f"{row['efficiency']:.3f}",
+            f"{row['speedup']:.2f}",
+            f"{row['excess_ms']:+.1f} ({row['allowed_ms']:.1f})",
+        )
+    table.caption = "front: share recomputed; eff.: fluid / both; gain: better single way / both"
+    if any(point.load_is_scaled for point in points):
+        table.caption += "; *: measured on 1,024 tokens and scaled"
+    return table
