@@ -203,6 +203,7 @@ def payloads(infos: Sequence[ChunkInfo]) -> list[tuple[ChunkInfo, int, int]]:
 async def bench_nvme(
     folder: Path, options: argparse.Namespace, tick: Callable[[], None]
 ) -> list[Row]:
+    """Reads of whole payloads against fio on the same files."""
     rows = []
     for size in SIZES:
         backend = await NvmeBackend.open({"path": str(folder), "threads": options.threads})
@@ -224,6 +225,7 @@ async def bench_nvme(
 
 
 async def bench_dram(options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
+    """Loads, with and without verifying, against copying as much on as many threads."""
     rows = []
     threads = options.copy_threads
     for size in SIZES:
@@ -260,6 +262,7 @@ async def bench_dram(options: argparse.Namespace, tick: Callable[[], None]) -> l
 
 
 async def bench_links(options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
+    """What throttled links deliver, in real time, against what they are set to."""
     rows = []
     inner = await DramBackend.open({"capacity_bytes": 9 * MIB})
     [info] = await fill(inner, 8 * MIB, 1)
@@ -300,6 +303,7 @@ async def bench_lookup(folder: Path) -> dict[str, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows for people."""
     result = Table(title="storage: GB/s, medians; ratio with its spread over the rounds")
     result.add_column("what")
     for name in ("GB/s", "reference", "GB/s", "ratio", "min - max", "target"):
@@ -319,6 +323,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 async def main(options: argparse.Namespace) -> None:
+    """Run what is asked for and print it."""
     rows: list[Row] = []
     lookup: dict[str, float] = {}
     steps = {"lookup": 1, "dram": 2 * options.rounds, "links": len(LINKS)}
@@ -356,6 +361,7 @@ async def main(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -60,14 +60,8 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    model: str | None = None
-    """Folder of the model; None: the small one of the demo."""
     cache_dir: Path = Field(default_factory=default_cache_dir)
     """Where converted models are kept."""
-    threads: int | None = Field(default=None, ge=1, le=1024)
-    """Compute threads on a CPU; None: what the engine finds best. Bits depend on it."""
-    chunk_tokens: int = Field(default=256, ge=1, le=1 << 16)
-    """Tokens of a stored chunk. Part of the stored geometry: another value is another store."""
     tiers: tuple[TierSettings, ...] = ()
     """Fastest first."""
     staging_bytes: ByteSize = Field(default=ByteSize(256 << 20), ge=1 << 20)

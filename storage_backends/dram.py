@@ -49,7 +49,7 @@ class _Object:
 
 
 class DramBackend(StorageBackend):
-    """Objects live in one page-aligned arena; a replaced object stays until its readers are done."""
+    """Objects live in one page-aligned arena; a replaced one stays until its readers are done."""
 
     name: ClassVar[str] = "dram"
 

@@ -20,7 +20,7 @@ from cacheflow.memory import StagingPool
 from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
     from cacheflow.abc import StorageBackend
@@ -95,7 +95,7 @@ async def import_objects(backend: StorageBackend, folder: Path) -> Imported:
 
 async def _objects(
     backend: StorageBackend, keys: Sequence[ChunkKey] | None
-) -> AsyncIterator[ChunkInfo]:
+) -> AsyncGenerator[ChunkInfo, None]:
     if keys is None:
         async for info in backend.scan():
             yield info

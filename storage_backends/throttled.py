@@ -11,6 +11,7 @@ import asyncio
 from collections import defaultdict, deque
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from pydantic import Field
@@ -133,7 +134,7 @@ class ThrottledOptions(Options):
 
 
 class ThrottledBackend(StorageBackend):
-    """``inner`` seen through ``link``. Closing it closes ``inner`` only if it opened that itself."""
+    """``inner`` seen through ``link``. Closing it closes ``inner`` only if it opened that."""
 
     name: ClassVar[str] = "throttled"
 
@@ -212,19 +213,19 @@ class ThrottledBackend(StorageBackend):
                     arrivals.put_nowait(result)
                 else:
                     underway.append(transfer)
-                    transfer.when_there(lambda result=result: arrivals.put_nowait(result))
+                    transfer.when_there(partial(arrivals.put_nowait, result))
         return count
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         self._check()
         loop = asyncio.get_running_loop()
-        start, there = loop.time(), loop.create_future()
+        start, there = loop.time(), asyncio.Event()
         transfers = [self.link.send(write.nbytes) for write in writes]
         try:
             results = await self.inner.store(writes)
             if transfers:
-                transfers[-1].when_there(lambda: there.done() or there.set_result(None))
-                await there
+                transfers[-1].when_there(there.set)
+                await there.wait()
         finally:
             for transfer in transfers:
                 transfer.cancel()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from xxhash import xxh3_64_intdigest
 
 from cacheflow.errors import IntegrityError
-from cacheflow.kv.checksums import run_checksums
+from cacheflow.kv.checksums import WSUM_WORD, run_checksums
 from cacheflow.types import (
     DTYPE_BYTES,
     PAGE,
@@ -74,16 +74,20 @@ def seal(
     checksum_kind: ChecksumKind = ChecksumKind.XXH3,
     layout_id: str = "canonical",
 ) -> tuple[ChunkInfo, bytes]:
-    """Checksum ``payload`` as it is (padding included) and describe it.
+    """Checksum ``payload`` and describe it; its padding becomes zeros, which are checksummed too.
 
-    Returns the info and the encoded header; the object is ``header + payload``.
+    Staging memory is used again and again: without the zeros the padding would carry whatever
+    another request left there into the store. Returns the info and the encoded header; the object
+    is ``header + payload``. Sleeps now and then to give up the GIL: for worker threads.
 
     Raises:
-        ValueError: the payload's size is not what the key's ranges and the layout make it.
+        ValueError: the payload's size is not what the key's ranges and the layout make it, its
+            padding is neither zero nor writable, or the header's fields are over its limits.
     """
     heads = len(key.heads)
     if len(payload) != layout.payload_bytes(len(key.layers), heads):
         raise ValueError(f"payload of {len(payload)} bytes does not fit {key!r} of {layout!r}")
+    _clear_padding(payload, layout.layer_bytes(heads), layout.layer_stride(heads))
     sums = run_checksums(
         checksum_kind,
         payload,
@@ -95,7 +99,7 @@ def seal(
         key=key,
         layout=layout,
         grid_id=grid_id,
-        segments=tuple(segments)[:_MAX_SEGMENTS],
+        segments=tuple(segments),
         canonical=canonical,
         checksum_kind=checksum_kind,
         layout_id=layout_id,
@@ -108,8 +112,14 @@ def seal(
 
 
 def encode_header(info: ChunkInfo) -> bytes:
-    """The header of ``info`` (its ``payload_offset`` and ``nbytes`` are what this makes them)."""
+    """The header of ``info`` (its ``payload_offset`` and ``nbytes`` are what this makes them).
+
+    Raises:
+        ValueError: a field is over its limit, so the header could not be read again.
+    """
     key, layout = info.key, info.layout
+    if len(info.segments) > _MAX_SEGMENTS:
+        raise ValueError(f"{len(info.segments)} segments are over the limit of {_MAX_SEGMENTS}")
     fixed = _FIXED.pack(
         CHUNK_FORMAT,
         key.chunk.digest,
@@ -128,7 +138,7 @@ def encode_header(info: ChunkInfo) -> bytes:
     body = fixed + b"".join(_text(text) for text in texts)
     body += struct.pack("<I", len(info.segments)) + segments
     body += struct.pack("<I", len(info.checksums) // 8) + info.checksums
-    size = -(-(PREFIX_BYTES + len(body)) // PAGE) * PAGE
+    size = _header_bytes(len(body))
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes is over the limit of {MAX_HEADER_BYTES}")
     rest = body.ljust(size - PREFIX_BYTES, b"\0")
@@ -147,7 +157,7 @@ def header_size(first: bytes | memoryview) -> int:
     magic, size, body, _ = _PREFIX.unpack_from(first)
     if magic != _MAGIC:
         raise IntegrityError("not a CacheFlow chunk (or one of another format version)")
-    if size % PAGE or not PREFIX_BYTES + body <= size <= MAX_HEADER_BYTES:
+    if size != _header_bytes(body) or size > MAX_HEADER_BYTES:
         raise IntegrityError(f"header claims {size} bytes with a body of {body}")
     return int(size)
 
@@ -209,6 +219,22 @@ def verify(info: ChunkInfo, layers: Span, data: memoryview) -> None:
     )
 
 
+def _header_bytes(body: int) -> int:
+    return -(-(PREFIX_BYTES + body) // PAGE) * PAGE
+
+
+def _clear_padding(payload: memoryview, used: int, stride: int) -> None:
+    zeros = bytes(stride - used)
+    if not zeros:
+        return
+    for block in range(0, len(payload), stride):
+        padding = payload[block + used : block + stride]
+        if padding != zeros:
+            if payload.readonly:
+                raise ValueError("the padding of a read-only payload must be zeros")
+            padding[:] = zeros
+
+
 def _header_sum(lengths: bytes, rest: bytes) -> int:
     return xxh3_64_intdigest(lengths + rest)
 
@@ -264,6 +290,8 @@ def _parse(body: bytes, size: int) -> ChunkInfo:
     key = ObjectKey(ChunkKey(digest), Span(l0, l1), Span(h0, h1), ObjectKind(kind))
     if not (l0 < l1 <= num_layers and h0 < h1 <= num_heads):
         raise ValueError(f"ranges {key.layers}, {key.heads} are not inside {layout}")
+    if checksum_kind == ChecksumKind.WSUM and layout.head_bytes % WSUM_WORD:
+        raise ValueError(f"runs of {layout.head_bytes} bytes cannot have wsum checksums")
     count = cursor.number(_MAX_SEGMENTS)
     segments = tuple(Segment(*_SEGMENT.unpack(cursor.take(24))) for _ in range(count))
     runs = len(key.layers) * 2 * len(key.heads)

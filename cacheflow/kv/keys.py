@@ -27,8 +27,8 @@ KEY_FORMAT: Final = 1
 IdentityValue: TypeAlias = "str | int | bool | bytes | None"
 
 _NAME: Final = re.compile(
-    r"([0-9a-f]{64})\.(kv|hidden)\.l(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})"
-    r"\.h(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})"
+    r"([0-9a-f]{64})\.(kv|hidden)\.l(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,9})"
+    r"\.h(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,9})"
 )
 
 
@@ -39,13 +39,15 @@ def key_root(identity: Mapping[str, IdentityValue], salt: bytes = b"") -> bytes:
     two different identities can encode to the same bytes.
 
     Raises:
-        ConfigError: a value is not a str, int, bool, bytes or None.
+        ConfigError: a name is not a str, or a value not a str, int, bool, bytes or None.
     """
+    if odd := [name for name in identity if not isinstance(name, str)]:
+        raise ConfigError(f"model identity: the name {odd[0]!r} is not a string")
     fields = [_field(KEY_FORMAT), _field(salt), struct.pack("<Q", len(identity))]
     for name in sorted(identity):
         try:
             fields += [_field(name), _field(identity[name])]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # lone surrogates, integers too long to print
             raise ConfigError(f"model identity {name!r}: {error}") from None
     return hashlib.sha256(b"cacheflow/root\0" + b"".join(fields)).digest()
 
@@ -62,11 +64,19 @@ def chunk_keys(
     placeholder tokens; they count for the chunk that holds the position and all after it.
 
     Raises:
-        ConfigError: a token is not an integer in ``[0, 2**64)``; says at which position.
+        ConfigError: a token is not an integer in ``[0, 2**64)`` (says at which position), an extra
+            is not at one of the tokens, or ``chunk_tokens`` is not positive.
+        ValueError: ``root`` is not a digest of 32 bytes.
     """
+    if len(root) != 32:
+        raise ValueError(f"a root is 32 bytes from key_root(), got {len(root)}")
+    if chunk_tokens <= 0:
+        raise ConfigError(f"chunk_tokens must be positive, got {chunk_tokens}")
     words = _words(tokens)
     by_chunk: dict[int, list[tuple[int, bytes]]] = {}
     for position, digest in sorted(extras):
+        if not 0 <= position < len(words):
+            raise ConfigError(f"extra at position {position} is beyond the {len(words)} tokens")
         by_chunk.setdefault(position // chunk_tokens, []).append((position, digest))
     keys: list[ChunkKey] = []
     previous = root
@@ -125,6 +135,8 @@ def _field(value: IdentityValue) -> bytes:
 
 def _words(tokens: Sequence[int]) -> array[int]:
     """Tokens as little-endian 64-bit words."""
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        raise ConfigError("tokens are bytes, not token ids: was the text not tokenized?")
     try:
         words = array("Q", tokens)
     except (TypeError, OverflowError, ValueError):
@@ -138,7 +150,8 @@ def _words(tokens: Sequence[int]) -> array[int]:
 
 def _first_bad_token(tokens: Sequence[int]) -> str:
     for position, token in enumerate(tokens):
-        bad_type = isinstance(token, bool) or not isinstance(token, int)
+        bad_type = isinstance(token, bool) or not hasattr(token, "__index__")
         if bad_type or not 0 <= token < 1 << 64:
-            return f"token {token!r} at position {position} is not a token id (0 <= id < 2**64)"
+            shown = hex(token)[:40] if isinstance(token, int) and token >> 64 > 0 else repr(token)
+            return f"token {shown} at position {position} is not a token id (0 <= id < 2**64)"
     return "the tokens are not a sequence of token ids"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cacheflow.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -21,7 +23,14 @@ def make_grid_id(
     threads: int,
     tensor_parallel: int = 1,
 ) -> str:
-    """Everything outside the key that decides bits, as one short line of text."""
+    """Everything outside the key that decides bits, as one short line of text.
+
+    Raises:
+        ConfigError: a name holds a ``;``, which would make two environments look the same.
+    """
+    for name in (torch_version, device, attention):
+        if ";" in name:
+            raise ConfigError(f"{name!r} cannot be part of a grid id: it holds a ';'")
     return (
         f"grid={grid.name};torch={torch_version};dev={device};attn={attention}"
         f";threads={threads};tp={tensor_parallel}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cacheflow.memory.hold import InFlight
-from cacheflow.memory.pool import Lease, StagingPool, buffer_from
+from cacheflow.memory.pages import buffer_from
+from cacheflow.memory.pool import Lease, StagingPool
 
 __all__ = ["InFlight", "Lease", "StagingPool", "buffer_from"]

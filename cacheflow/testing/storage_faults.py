@@ -187,7 +187,7 @@ class FaultTests(BackendHarness):
                 assert await backend.lookup([stored.key.chunk]) == [[]]
             [result] = await load
             if result.status is TransferStatus.OK:
-                assert read.buffer.view == stored.data
+                assert bytes(read.buffer.view or b"") == stored.data
             else:
                 assert result.status is TransferStatus.MISSING
 

@@ -142,7 +142,10 @@ async def idle(hold: InFlight) -> None:
         if not ended.done():
             ended.set_result(None)
 
-    hold.when_idle(lambda: loop.call_soon_threadsafe(resolve))
+    def from_any_thread() -> None:
+        loop.call_soon_threadsafe(resolve)
+
+    hold.when_idle(from_any_thread)
     await asyncio.wait_for(ended, PATIENCE)
 
 

@@ -41,7 +41,7 @@ class ChecksumKind(StrEnum):
     XXH3 = "xxh3"
     """XXH3-64: the fastest on a host."""
     WSUM = "wsum"
-    """Odd-weighted sum of 64-bit words modulo 2**64: computable in torch on a device."""
+    """Odd-weighted sum of 32-bit words modulo 2**64: computable in torch on a device."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

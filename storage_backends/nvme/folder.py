@@ -53,7 +53,7 @@ class StoreFolder:
             ConfigError: missing (and not to be made), not a folder, or holding something else.
         """
         try:
-            names = set(os.listdir(self.root))
+            names = {path.name for path in self.root.iterdir()}
         except FileNotFoundError:
             if not create:
                 raise ConfigError(
@@ -125,9 +125,9 @@ class StoreFolder:
     def all(self) -> Iterator[tuple[ObjectKey, Path]]:
         """Every file whose name and place are an object's; anything else is not ours to judge."""
         with contextlib.suppress(FileNotFoundError):
-            for fan in sorted(os.listdir(self.objects)):
+            for fan in sorted(path.name for path in self.objects.iterdir()):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    for name in os.listdir(self.objects / fan):
+                    for name in os.listdir(self.objects / fan):  # noqa: PTH208 - names only
                         if name.startswith(fan):
                             with contextlib.suppress(ValueError):
                                 yield parse_name(name), self.objects / fan / name
@@ -136,7 +136,7 @@ class StoreFolder:
         """Remove files whose writers are gone; returns how many."""
         reaped = 0
         with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self.temporary):
+            for name in os.listdir(self.temporary):  # noqa: PTH208 - names only
                 with contextlib.suppress(OSError):
                     if self._is_abandoned(name):
                         (self.temporary / name).unlink()
@@ -154,10 +154,10 @@ class StoreFolder:
 @functools.cache
 def _host() -> str:
     """This boot and process-id namespace: where a process id means something."""
-    parts = []
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):
-            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text("ascii"))
+    parts: list[str] = []
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii"))
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
     return hashlib.blake2s("".join(parts).encode(), digest_size=6).hexdigest()
 
 

@@ -50,7 +50,7 @@ class Listing:
         if known is not None and known[0] == changed:
             return known[1]
         found: dict[str, list[tuple[ObjectKey, Path]]] = {}
-        for name in os.listdir(path):
+        for name in os.listdir(path):  # noqa: PTH208 - names only
             if not name.startswith(fan):
                 continue
             with contextlib.suppress(ValueError):

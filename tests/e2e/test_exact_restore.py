@@ -163,7 +163,7 @@ async def test_a_conversation_that_forgets_every_turn(model_folder: Path) -> Non
     chance = random.Random(1)
     async with opened(model_folder) as engine:
         store = MemoryBackend()
-        settings = Settings(tiers=[], chunk_tokens=CHUNK, staging_bytes=1 << 22)
+        settings = Settings(tiers=[], staging_bytes=1 << 22)
         async with CacheFlow.open(settings, engine=engine, backends={"store": store}) as flow:
             never, forgets = flow.session("never"), flow.session("forgets")
             history = [chance.randrange(320) for _ in range(150)]
@@ -205,7 +205,7 @@ async def test_a_canonical_copy_replaces_another_and_is_never_replaced(model_fol
     """Chunks first stored from decoding are replaced by a grid prefill, not the other way round."""
     async with opened(model_folder) as engine:
         store = MemoryBackend()
-        settings = Settings(tiers=[], chunk_tokens=CHUNK, staging_bytes=1 << 22)
+        settings = Settings(tiers=[], staging_bytes=1 << 22)
         async with CacheFlow.open(settings, engine=engine, backends={"store": store}) as flow:
             prompt = list(range(20))
             made = [t async for t in flow.session("a").generate(prompt, max_new_tokens=60)]

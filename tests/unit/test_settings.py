@@ -49,14 +49,12 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"polcy": "load"}, r"setting polcy: there is no such setting \(known: model"),
+        ({"polcy": "load"}, r"setting polcy: there is no such setting \(known: cache_dir"),
         ({"policy": "fastest"}, "setting policy: .*'adaptive', 'load' or 'recompute'"),
         ({"load_deadline": 0}, "setting load_deadline: .*greater than 0"),
         ({"load_deadline": float("inf")}, "setting load_deadline: "),
         ({"staging_bytes": "much"}, "setting staging_bytes: "),
         ({"staging_bytes": 1}, "setting staging_bytes: "),
-        ({"threads": 0}, "setting threads: "),
-        ({"chunk_tokens": -1}, "setting chunk_tokens: "),
         ({"tiers": [{"name": "a"}]}, r"setting tiers.0.backend: .*required"),
         ({"tiers": [{"name": "a", "backend": "x", "z": 1}]}, "setting tiers.0.z: unknown field"),
         ({"tiers": [{"name": "a", "backend": "x"}] * 2}, "setting tiers: two tiers .* 'a'"),

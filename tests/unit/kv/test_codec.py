@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,6 @@ from cacheflow.kv import (
     header_size,
     seal,
     verify,
-    wsum,
 )
 from cacheflow.types import (
     PAGE,
@@ -235,9 +235,42 @@ def test_a_payload_of_the_wrong_size_is_not_sealed() -> None:
         verify(info, Span(0, 2), memoryview(data))
 
 
-@given(st.binary(max_size=256).map(lambda b: b[: len(b) // 8 * 8]))
-def test_wsum_is_what_it_says(data: bytes) -> None:
-    """The device checksum equals its definition in plain integers."""
-    words = struct.unpack(f"<{len(data) // 8}Q", data)
-    step = 2 * 0x9E3779B97F4A7C15
-    assert wsum(data) == sum(w * (1 + i * step) for i, w in enumerate(words)) % 2**64
+def test_padding_never_carries_what_was_in_the_memory_before() -> None:
+    """Staging memory is used again: its old bytes are not stored between the layers."""
+    data = bytearray(b"\xff" * LAYOUT.payload_bytes())
+    used, stride = LAYOUT.layer_bytes(), LAYOUT.layer_stride()
+    info, _ = seal(KEY, LAYOUT, memoryview(data), grid_id="", segments=(), canonical=False)
+    for layer in range(5):
+        assert data[layer * stride : layer * stride + used] == b"\xff" * used
+        assert not any(data[layer * stride + used : (layer + 1) * stride])
+    verify(info, Span(0, 5), memoryview(data))
+    dirty = memoryview(b"\xff" * len(data))
+    with pytest.raises(ValueError, match="padding"):
+        seal(KEY, LAYOUT, dirty, grid_id="", segments=(), canonical=False)
+
+
+def test_provenance_is_never_cut_short() -> None:
+    """More segments than a header takes are refused: fewer would tell another history."""
+    many = tuple(Segment(i, i + 1, 1) for i in range(5000))
+    data = memoryview(payload())
+    with pytest.raises(ValueError, match="5000 segments"):
+        seal(KEY, LAYOUT, data, grid_id="", segments=many, canonical=False)
+
+
+def test_runs_that_wsum_cannot_sum_are_refused_in_the_header() -> None:
+    """An IntegrityError when it is decoded, not a crash when it is verified."""
+    layout = KVLayout(1, 1, 1, "float16", 1)
+    key = ObjectKey(KEY.chunk, Span(0, 1), Span(0, 1))
+    info, _, _ = sealed(key=key, layout=layout)
+    with pytest.raises(IntegrityError, match="wsum"):
+        decode_header(encode_header(replace(info, checksum_kind=ChecksumKind.WSUM)))
+
+
+def test_a_header_larger_than_its_content_is_refused() -> None:
+    """One content has one encoding: nothing can hide behind it."""
+    _, header, _ = sealed()
+    bad = bytearray(header) + bytes(PAGE)
+    struct.pack_into("<I", bad, 8, len(bad))
+    struct.pack_into("<Q", bad, 16, xxh3_64_intdigest(bytes(bad[8:16] + bad[PREFIX_BYTES:])))
+    with pytest.raises(IntegrityError, match="claims"):
+        decode_header(bytes(bad))

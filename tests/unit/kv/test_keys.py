@@ -26,7 +26,8 @@ IDENTITY: Mapping[str, str | int | bool | bytes | None] = {
     "adapter": b"\x00\x01",
 }
 
-spans = st.tuples(st.integers(0, 500), st.integers(1, 500)).map(lambda t: Span(t[0], t[0] + t[1]))
+sizes = st.integers(0, 500) | st.integers(0, 2**31)
+spans = st.tuples(sizes, sizes).map(lambda t: Span(t[0], t[0] + t[1]))
 object_keys = st.builds(
     ObjectKey,
     st.binary(min_size=32, max_size=32).map(ChunkKey),
@@ -127,7 +128,9 @@ def test_media_behind_placeholders_counts() -> None:
         assert len(set(keys)) == 4
 
 
-@pytest.mark.parametrize("bad", [-1, 2**64, 1.5, True, None, "1"])
+@pytest.mark.parametrize(
+    "bad", [-1, 2**64, 1 << 20000, 1.5, True, None, "1"], ids=lambda v: type(v).__name__
+)
 def test_impossible_tokens_are_named(bad: object) -> None:
     """The error says which token at which position."""
     with pytest.raises(ConfigError, match="position 3"):
@@ -138,6 +141,37 @@ def test_identity_values_must_be_plain() -> None:
     """A value that cannot be encoded is refused by name."""
     with pytest.raises(ConfigError, match="rope"):
         key_root({"rope": 1.5})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("bad", ["\ud800", 10**5000], ids=["surrogate", "huge"])
+def test_identity_values_must_be_encodable(bad: str | int) -> None:
+    """Lone surrogates and integers too long to print are a ConfigError, too."""
+    with pytest.raises(ConfigError, match="rope"):
+        key_root({"rope": bad})
+    with pytest.raises(ConfigError, match="not a string"):
+        key_root({1: "rope"})  # type: ignore[dict-item]
+
+
+def test_text_is_not_taken_for_tokens() -> None:
+    """Bytes would silently be read as packed token ids."""
+    for text in (b"12345678", bytearray(8)):
+        with pytest.raises(ConfigError, match="not tokenized"):
+            chunk_keys(key_root({}), text, 1)
+
+
+@pytest.mark.parametrize("position", [-1, 4, 10**9])
+def test_media_must_stand_at_a_token(position: int) -> None:
+    """Media whose position is off would not be in any key: refused, not forgotten (11)."""
+    with pytest.raises(ConfigError, match=f"position {position} "):
+        chunk_keys(key_root({}), [1, 2, 3, 4], 2, [(position, b"image")])
+
+
+def test_chunks_and_roots_must_make_sense() -> None:
+    """No chunk length of zero; no root that is not a digest."""
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        chunk_keys(key_root({}), [1], 0)
+    with pytest.raises(ValueError, match="32 bytes"):
+        chunk_keys(b"root", [1], 1)
 
 
 @given(object_keys)

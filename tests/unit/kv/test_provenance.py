@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheflow.errors import ConfigError
 from cacheflow.kv import canonical_tokens, clip_segments, make_grid_id
 from cacheflow.types import Segment, Span, TileGrid
 
@@ -21,6 +28,27 @@ def test_canonical_is_inductive() -> None:
     decoded = [Segment(0, 500, 500), Segment(500, 512, 1), *TILES[1:]]
     assert canonical_tokens(decoded, GRID) == 0
     assert canonical_tokens([TILES[0], Segment(512, 1024, 1), TILES[2]], GRID) == 512
+
+
+@given(st.lists(st.integers(1, 3000), max_size=12), st.booleans())
+def test_only_whole_tiles_ever_count(widths: list[int], decoded: bool) -> None:
+    """Any history: the answer is a tile edge, and every token before it was computed on tiles."""
+    edges = [0]
+    for width in widths:
+        edges.append(edges[-1] + width)
+    history = [Segment(a, b, 1 if decoded and a else b - a) for a, b in pairwise(edges)]
+    tokens = canonical_tokens(history, GRID)
+    tiles = GRID.split(0, tokens)
+    assert [(t.start, t.stop, t.width) for t in tiles] == [
+        (s.start, s.stop, s.width) for s in history[: len(tiles)]
+    ]
+    assert tokens == (tiles[-1].stop if tiles else 0)
+
+
+def test_environments_cannot_be_spelled_alike() -> None:
+    """A name that looks like two fields is refused."""
+    with pytest.raises(ConfigError, match="';'"):
+        make_grid_id(grid=GRID, torch_version="1", device="cpu", attention="a;threads=1", threads=2)
 
 
 def test_segments_are_kept_whole() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
@@ -71,8 +72,8 @@ async def test_a_job_is_run_or_withdrawn_never_both() -> None:
     for _ in range(300):
         happened: list[str] = []
         job = threads.start(
-            lambda happened=happened: happened.append("work"),
-            lambda happened=happened: happened.append("abandoned"),
+            partial(happened.append, "work"),
+            partial(happened.append, "abandoned"),
         )
         await asyncio.sleep(0)
         threads.withdraw(job)
