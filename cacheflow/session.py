@@ -23,7 +23,7 @@ from cacheflow.kv import chunk_keys, key_root
 from cacheflow.memory import StagingPool
 from cacheflow.registry import load_backend
 from cacheflow.restore import Restoration, Restorer, RestoreRequest
-from cacheflow.restore.saver import Saver
+from cacheflow.restore.saver import STAGING_OWNER, Saver
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.settings import Settings
 from cacheflow.types import Span
@@ -96,12 +96,12 @@ class CacheFlow:
         async with AsyncExitStack() as stack:
             if backends is None:
                 backends = await _open_tiers(settings, stack)
-            pool = StagingPool(settings.staging_bytes)
+            pool = _staging(settings.staging_bytes, backends, engine)
             stack.push_async_callback(pool.aclose)
             scheduler = BatchScheduler(
                 compute or ComputeModel(*engine.layer_flops),
                 clock,
-                max_load_bytes=settings.staging_bytes // 8,
+                max_load_bytes=settings.staging_bytes // (8 * (len(backends) + 1)),
                 claim_ahead=engine.claim_ahead,
             )
             restorer = Restorer(
@@ -248,6 +248,28 @@ class Session:
 
     async def _save(self, request_id: str) -> dict[str, Saved]:
         return await self._flow._saver.save(request_id, self._flow.keys(self._tokens))
+
+
+def _staging(nbytes: int, channels: Collection[str], engine: Engine) -> StagingPool:
+    """The staging pool in equal shares: one a channel, so that a hung tier cannot starve the rest,
+    and one for what is being stored.
+
+    Raises:
+        ConfigError: a share has no room for one layer of the widest tile, or for one whole chunk.
+    """
+    layout, grid = engine.layout, engine.grid
+    widest = max(*grid.head, grid.tail) // layout.chunk_tokens
+    needed = max(layout.payload_bytes(), widest * layout.layer_stride())
+    share = nbytes // (len(channels) + 1)
+    if share < needed:
+        raise ConfigError(
+            f"setting staging_bytes: {nbytes} bytes are too few for this model and "
+            f"{len(channels)} tiers; give at least {needed * (len(channels) + 1)}"
+        )
+    pool = StagingPool(nbytes)
+    for owner in (*channels, STAGING_OWNER):
+        pool.set_cap(owner, share)
+    return pool
 
 
 async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[str, StorageBackend]:

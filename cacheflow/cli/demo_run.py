@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Demo", "Result"]
 
-_ANSWER: Final = 16
+_ANSWER: Final = 8
 """Tokens of each answer: of the conversation's turns, and compared after each way."""
-_FULL_ANSWER: Final = 64
+_FULL_ANSWER: Final = 48
 """Tokens of the answer that is shown."""
 _RAW_ROUNDS: Final = 3
 """The disk itself is over in moments, so take the median of a few interleaved rounds."""

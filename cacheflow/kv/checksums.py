@@ -5,6 +5,7 @@ Knows runs and strides of bytes, not what is in them.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from functools import lru_cache
@@ -101,7 +102,7 @@ def run_checksums(
     """Checksums of every run of a payload of whole layer blocks, in payload order.
 
     A layer block is ``runs`` runs of ``run`` bytes, then padding up to ``stride``, which the
-    last run of the layer covers. For worker threads: it gives up the GIL now and then, by sleeping.
+    last run of the layer covers. In a worker thread it gives up the GIL now and then, by sleeping.
     """
     function = _KINDS[kind]
     keeps_gil = kind is ChecksumKind.XXH3 and run <= _QUIET_BYTES
@@ -120,4 +121,13 @@ def _take_turns(nbytes: int) -> None:
     _turn.nbytes += nbytes
     if _turn.nbytes >= _TURN_BYTES:
         _turn.nbytes = 0
-        time.sleep(0)
+        if not _on_an_event_loop():  # small tools hash there, and a loop must not sleep
+            time.sleep(0)
+
+
+def _on_an_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

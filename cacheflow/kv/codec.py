@@ -78,7 +78,7 @@ def seal(
 
     Staging memory is used again and again: without the zeros the padding would carry whatever
     another request left there into the store. Returns the info and the encoded header; the object
-    is ``header + payload``. Sleeps now and then to give up the GIL: for worker threads.
+    is ``header + payload``.
 
     Raises:
         ValueError: the payload's size is not what the key's ranges and the layout make it, its

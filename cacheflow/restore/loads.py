@@ -77,7 +77,7 @@ class LoadDriver:
                     pieces = await self._fetch_verified(load, job, lease)
                     layers = restorer.scheduler.commit(load)
                     if layers:
-                        await self._publish(load, pieces, layers)
+                        await self._publish(load, job, pieces, layers)
                     granted = layers
             outcome = LoadOutcome.PUBLISHED if granted else LoadOutcome.DROPPED
         except LoadFailed as error:
@@ -100,14 +100,16 @@ class LoadDriver:
         await loop.run_in_executor(self._restorer.verifiers, verify_pieces, pieces)
         return pieces
 
-    async def _publish(self, load: Load, pieces: list[Piece], layers: int) -> None:
+    async def _publish(self, load: Load, job: Job, pieces: list[Piece], layers: int) -> None:
         restorer = self._restorer
         start = restorer.clock.now()
         stride = restorer.recomputer.layout.layer_stride()
+        job.copies.setdefault(load.tile, set()).update(piece.info for piece in pieces)
         try:
             parts = published_parts(pieces, layers, stride)
             publish = restorer.recomputer.publish(load.request_id, parts)
-            await to_the_end(restorer.group.create_task(publish))
+            # Not in the group: its error is the request's, and would end all others there.
+            await to_the_end(asyncio.ensure_future(publish))
         except Exception as error:  # the KV cache may be half written: the request cannot go on
             restorer.fail(load.request_id, error)
             raise LoadFailed(LoadOutcome.FAILED, load.chunks, str(error)) from error

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.tiers import Located
-    from cacheflow.types import ChunkKey, KVLayout, TileGrid
+    from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, TileGrid
 
 __all__ = ["Job", "Restoration", "RestoreRequest"]
 
@@ -102,6 +102,8 @@ class Job:
     recomputed: set[tuple[int, int]] = field(default_factory=set)
     """Cells ``(tile, layer)`` that recompute wrote; added to by the compute thread only."""
     loaded: dict[str, int] = field(default_factory=dict)
+    copies: dict[int, set[ChunkInfo]] = field(default_factory=dict)
+    """By tile: the objects of which bytes were published."""
     failed: int = 0
     dropped: int = 0
 
@@ -119,41 +121,18 @@ class Job:
         """Token-layers of the prefix that recompute wrote."""
         return sum(self.spec.tiles[tile].width for tile, _ in self.recomputed)
 
-    def provenance(self) -> list[Segment]:
-        """How the restored prefix was computed: recomputed tiles, and what loaded chunks record."""
-        segments: set[Segment] = set()
+    def provenance(self, grid_id: str) -> list[Segment]:
+        """How the restored prefix was computed, tile by tile, by what was really put in place.
+
+        A tile counts as one pass of the grid if recompute wrote all of it, or if every copy that
+        was loaded into it is canonical under ``grid_id``; else it is of another history (width 0),
+        whatever its copies record: what stood before them may have been replaced since.
+        """
+        segments = []
         for t, tile in enumerate(self.spec.tiles):
             layers = sum((t, layer) in self.recomputed for layer in range(self.spec.num_layers))
-            if layers == self.spec.num_layers:
-                segments.add(Segment(tile.start, tile.stop, tile.width))
-                continue
-            for start in range(tile.start, tile.stop, self.spec.chunk_tokens):
-                segments.update(self._recorded(start))
-        return _without_overlap(sorted(segments))
-
-    def _recorded(self, start: int) -> list[Segment]:
-        """Segments recorded for the chunk at ``start``, by the first channel that has it."""
-        chunk, stop = start // self.spec.chunk_tokens, start + self.spec.chunk_tokens
-        for located in self.located.values():
-            for info in located.chunks[chunk]:
-                pieces = (s for s in info.segments if s.start < stop and start < s.stop)
-                return [
-                    Segment(s.start, min(s.stop, self.spec.prefix_tokens), s.width) for s in pieces
-                ]
-        return []
-
-
-def _without_overlap(segments: list[Segment]) -> list[Segment]:
-    """Chunks of different histories can claim the same tokens: cut, so that neither looks whole."""
-    result: list[Segment] = []
-    edge = 0
-    for segment in segments:
-        if segment.start < edge and result:
-            last = result.pop()
-            if last.start < segment.start:
-                result.append(Segment(last.start, segment.start, last.width))
-            if segment.stop <= edge:
-                segment = Segment(segment.start, edge, segment.width)
-        result.append(segment)
-        edge = max(edge, segment.stop)
-    return result
+            copies = self.copies.get(t, set())
+            ours = all(info.canonical and info.grid_id == grid_id for info in copies)
+            known = ours or layers == self.spec.num_layers
+            segments.append(Segment(tile.start, tile.stop, tile.width if known else 0))
+        return segments

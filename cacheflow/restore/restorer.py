@@ -248,7 +248,7 @@ class Restorer:
             failed_loads=job.failed,
             dropped_loads=job.dropped,
             stored_tokens=job.stored_tokens,
-            segments=tuple(job.provenance()),
+            segments=tuple(job.provenance(self.recomputer.grid_id)),
         )
 
     def _announce(self, job: Job, policy: Policy, outcome: str) -> None:

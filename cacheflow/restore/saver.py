@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from cacheflow.memory import Lease, StagingPool
     from cacheflow.types import ChunkKey, Observer, Segment
 
-__all__ = ["Saved", "Saver"]
+__all__ = ["STAGING_OWNER", "Saved", "Saver"]
 
 _log = logging.getLogger(__name__)
-_OWNER = "store"
+STAGING_OWNER = "being stored"
 """Name under which the staging pool counts what is being stored."""
 
 
@@ -121,7 +121,7 @@ class Saver:
         segments: tuple[Segment, ...],
     ) -> bool:
         layout, start = self._engine.layout, self._clock.now()
-        with await self._pool.lease(layout.payload_bytes(), _OWNER) as lease:
+        with await self._pool.lease(layout.payload_bytes(), STAGING_OWNER) as lease:
             part = StagedPart(chunk, Span(0, layout.num_layers), lease.view)
             capture = asyncio.ensure_future(self._engine.capture(request_id, [part]))
             await to_the_end(capture)

@@ -105,12 +105,14 @@ class BatchScheduler:
         frontier = self._requests.get(work.request_id)
         answer = Claim.REFUSED if frontier is None else frontier.claim(work, layer, now)
         learn = answer is not Claim.REFUSED and not work.is_suffix
-        self._outlook.claimed(work.tile if learn else None, now)
+        with self._outlook.gate:
+            self._outlook.claimed(work.tile if learn else None, now)
         return answer
 
     def computed(self, done: ComputeDone) -> None:
         """The compute worker returned from ``done.work``."""
-        self._outlook.claimed(None, self._clock.now())
+        with self._outlook.gate:
+            self._outlook.claimed(None, self._clock.now())
         frontier = self._requests.get(done.work.request_id)
         if frontier is not None:
             frontier.returned(done.work, done.next_layer)
@@ -136,7 +138,8 @@ class BatchScheduler:
                     expected_seconds=float("inf") if expected is None else expected,
                 )
                 frontier.start(load)
-                self.channel(channel).started(load.id, load.nbytes, now)
+                with self._outlook.gate:
+                    self.channel(channel).started(load.id, load.nbytes, now)
                 return load
         return None
 
@@ -147,16 +150,20 @@ class BatchScheduler:
 
     def loaded(self, load: Load, layers: int, now: float) -> None:
         """The load was published (``layers``: what :meth:`commit` granted)."""
-        self.channel(load.channel).ended(load.id, now, delivered=True)
+        self._ended(load, now, delivered=True)
         frontier = self._requests.get(load.request_id)
         if frontier is not None:
             frontier.landed(load, layers)
 
     def failed(self, load: Load, now: float, *, chunks: Sequence[int], late: bool = False) -> None:
         """The load failed for ``chunks``; ``late``: its channel is not to be waited for again."""
-        self.channel(load.channel).ended(load.id, now, delivered=False)
+        self._ended(load, now, delivered=False)
         frontier = self._requests.get(load.request_id)
         if frontier is not None:
             frontier.lost(load, chunks)
             if late:
                 frontier.drop_channel(load.channel)
+
+    def _ended(self, load: Load, now: float, *, delivered: bool) -> None:
+        with self._outlook.gate:
+            self.channel(load.channel).ended(load.id, now, delivered=delivered)

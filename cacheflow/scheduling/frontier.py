@@ -5,12 +5,12 @@ they meet the recomputed set is a staircase and the meeting tile is split by lay
 channel has) force their tile forward; loads then first fetch what the holes depend on.
 
 The compute thread asks :meth:`Frontier.claim` before every layer while the event loop claims and
-commits loads: both go through ``gate``, the only lock. Knows no engine, bytes, files or tasks.
+commits loads: both go through ``gate``, the only lock, which also guards the cost models that all
+requests share. Knows no engine, bytes, files or tasks.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -49,7 +49,7 @@ class Frontier:
     def __init__(self, spec: RequestSpec, policy: Policy, outlook: Outlook) -> None:
         self.spec = spec
         self.policy = policy
-        self.gate = threading.Lock()
+        self.gate = outlook.gate
         self.tiles = [TileState(t, spec.num_layers, spec.chunk_tokens) for t in spec.tiles]
         self.suffix_low = [0] * len(spec.suffix)
         self.cancelled = False
@@ -202,21 +202,30 @@ class Frontier:
         cost = self._outlook.layer_bound(state.tile)
         compute = None if cost is None else cost * (target - layer + 1)
         left = self._outlook.loads_left(self._on_channels(), now)
-        if left is not None and left < self._patience(now):
+        if left is None or left >= self._patience(now):
+            if self.policy.compute(compute, left):
+                return True
+        return self._stalled(now)
+
+    def _stalled(self, now: float) -> bool:
+        """Nothing is on its way and no channel would start anything: either side's estimate says
+        that the other is faster. Then compute goes on, or nobody ever would."""
+        if any(state.in_flight for state in self.tiles):
             return False
-        return self.policy.compute(compute, left)
+        return all(self._reach(channel, now) is None for channel in self._strides)
 
     # -- loads ---------------------------------------------------------------------------------
 
     def next_reach(self, channel: str, now: float) -> Reach | None:
         """The cells ``channel`` should be asked for next, from the back."""
         with self.gate:
-            if self.cancelled:
-                return None
-            for t in self._load_order():
-                mask = self.tiles[t].loads_for(channel)
-                if mask:
-                    return self._cut(channel, t, mask, now)
+            return None if self.cancelled else self._reach(channel, now)
+
+    def _reach(self, channel: str, now: float) -> Reach | None:
+        for t in self._load_order():
+            mask = self.tiles[t].loads_for(channel)
+            if mask:
+                return self._cut(channel, t, mask, now)
         return None
 
     def _load_order(self) -> Iterator[int]:
@@ -276,7 +285,7 @@ class Frontier:
         with self.gate:
             state = self.tiles[load.tile]
             layers = 0 if self.cancelled else bits(load.layers) & ~state.ready
-            state.committing |= layers
+            state.commit(load, layers)
             return layers
 
     def landed(self, load: Load, layers: int) -> None:

@@ -5,6 +5,7 @@ Holds the compute model, one model a channel, and what the compute thread is at.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.costs import ChannelModel
@@ -29,6 +30,8 @@ class Outlook:
     """
 
     def __init__(self, compute: ComputeModel, *, max_load_bytes: int, claim_ahead: int = 0) -> None:
+        self.gate = threading.Lock()
+        """Held by whoever asks or tells anything here while the compute thread may do so too."""
         self.compute = compute
         self.channels: dict[str, ChannelModel] = {}
         self._max_load_bytes = max_load_bytes

@@ -56,7 +56,7 @@ class ChunkState:
 class TileState:
     """Cells of one tile. ``low`` is the layer its hidden state is at (0: none was computed)."""
 
-    __slots__ = ("chunks", "committing", "first_chunk", "full", "low", "ready", "running", "tile")
+    __slots__ = ("_copying", "chunks", "first_chunk", "full", "low", "ready", "running", "tile")
 
     def __init__(self, tile: Tile, num_layers: int, chunk_tokens: int) -> None:
         self.tile = tile
@@ -65,10 +65,18 @@ class TileState:
         self.chunks = [ChunkState() for _ in range(tile.width // chunk_tokens)]
         self.ready = 0
         """Computed (or enqueued on the compute stream) or published."""
-        self.committing = 0
-        """Verified and being copied into the KV cache: too late to race."""
+        self._copying: dict[int, int] = {}
+        """Layers that each load (by id) may copy in: parts of one cell can come from several."""
         self.low = 0
         self.running = False
+
+    @property
+    def committing(self) -> int:
+        """Verified and being copied into the KV cache: too late to race."""
+        mask = 0
+        for layers in self._copying.values():
+            mask |= layers
+        return mask
 
     @property
     def complete(self) -> bool:
@@ -121,6 +129,10 @@ class TileState:
         for chunk in self._of(load.chunks):
             chunk.in_flight |= mask
 
+    def commit(self, load: Load, layers: int) -> None:
+        """``layers`` of ``load`` are being copied in from now on."""
+        self._copying[load.id] = layers
+
     def landed(self, load: Load, layers: int) -> None:
         """``load`` ended with ``layers`` in place; cells become ready with their last chunk."""
         mask = bits(load.layers)
@@ -130,7 +142,7 @@ class TileState:
         everywhere = self.full
         for chunk in self.chunks:
             everywhere &= chunk.loaded
-        self.committing &= ~mask
+        self._copying.pop(load.id, None)
         self.ready |= everywhere & layers
 
     def lost(self, load: Load, chunks: Iterable[int]) -> None:
@@ -140,7 +152,7 @@ class TileState:
             chunk.in_flight &= ~mask
         for chunk in self._of(chunks):
             chunk.forget(load.channel, mask)
-        self.committing &= ~mask
+        self._copying.pop(load.id, None)
 
     def _of(self, chunks: Iterable[int]) -> list[ChunkState]:
         return [self.chunks[index - self.first_chunk] for index in chunks]

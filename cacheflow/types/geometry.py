@@ -107,7 +107,8 @@ class KVLayout:
 class Segment:
     """Tokens ``[start, stop)`` computed by forward passes of ``width`` tokens each.
 
-    One pass over a tile is ``width == stop - start``; decoding is ``width == 1``.
+    One pass over a tile is ``width == stop - start``; decoding is ``width == 1``; 0 stands for a
+    mix of copies, or copies of another grid.
     """
 
     start: int

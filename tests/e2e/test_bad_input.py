@@ -261,3 +261,18 @@ async def test_prefix_drift_uses_what_is_still_the_same(model_folder: Path, tmp_
         await ask(flow, prompt)
         _, report = await ask(flow, [*prompt[:150], *prompt_of(150, seed=9)])
         assert report.cached_tokens == 144
+
+
+async def test_staging_too_small_for_the_model_is_refused(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Before any request: the message names the setting and how much is needed."""
+    engine = await TransformersEngine.open_model(model_folder, kv_bytes=1 << 28)
+    settings = Settings(
+        tiers=[{"name": "disk", "backend": "nvme", "options": {"path": str(tmp_path / "s")}}],
+        staging_bytes=1 << 20,
+    )
+    with pytest.raises(ConfigError, match=r"staging_bytes.*at least \d+"):
+        async with CacheFlow.open(settings, engine=engine):
+            pass
+    await engine.aclose()

@@ -15,7 +15,7 @@ from cacheflow.session import CacheFlow
 from cacheflow.settings import Settings
 from cacheflow.testing.storage import MemoryBackend
 from cacheflow.testing.vault import Vault
-from cacheflow.types import TileGrid, Write
+from cacheflow.types import Span, TileGrid, Write
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -64,7 +64,9 @@ async def wrong_canonical(flow: CacheFlow, store: MemoryBackend, tokens: list[in
         info = decode_header(memoryview(data))
         chunk = cold.keys.index(info.key.chunk)
         ours = info.canonical and info.grid_id == engine.grid_id
-        if ours and data[info.payload_offset :] != cold.payloads[chunk]:
+        layers, stride = info.key.layers, engine.layout.layer_stride()
+        expected = cold.payloads[chunk][layers.start * stride : layers.stop * stride]
+        if ours and data[info.payload_offset :] != expected:
             wrong.append(chunk)
     return wrong
 
@@ -160,8 +162,6 @@ async def test_shards_of_one_chunk_are_judged_each(model_folder: Path) -> None:
 
 
 async def put_halves(vault: Vault, store: MemoryBackend) -> None:
-    from cacheflow.types import Span
-
     for chunk in range(len(vault.keys)):
         for layers in (Span(0, 1), Span(1, 3)):
             await vault.put(store, chunk, layers)

@@ -40,16 +40,16 @@ def test_wsum_is_what_it_says(data: bytes) -> None:
 def test_wsum_notices_flips_that_cancel_in_a_plain_sum() -> None:
     """Two sign bits, two exchanged words, a difference moved along: all another sum."""
     data = bytearray(random.Random(1).randbytes(32768))
-    right = wsum(data)
+    right = wsum(bytes(data))
     for first, second in ((7, 2047), (3, 7), (32767, 4099)):
         bad = bytearray(data)
         bad[first] ^= 0x80
         bad[second] ^= 0x80
-        assert wsum(bad) != right
+        assert wsum(bytes(bad)) != right
     for a, b in ((0, 4), (4096, 8192), (100, 30000)):
         bad = bytearray(data)
         bad[a : a + 4], bad[b : b + 4] = data[b : b + 4], data[a : a + 4]
-        assert wsum(bad) != right
+        assert wsum(bytes(bad)) != right
     with pytest.raises(ValueError, match="multiple of 4"):
         wsum(b"12345")
 
@@ -57,7 +57,7 @@ def test_wsum_notices_flips_that_cancel_in_a_plain_sum() -> None:
 def test_hashing_lets_other_threads_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """xxhash keeps the GIL for small runs: every 2 MiB, over however many calls, it is given up."""
     turns: list[float] = []
-    monkeypatch.setattr(checksums.time, "sleep", turns.append)
+    monkeypatch.setattr("cacheflow.kv.checksums.time.sleep", turns.append)
     monkeypatch.setattr(checksums._turn, "nbytes", 0)
     block = memoryview(bytes(1 << 18))
     for _ in range(32):
@@ -66,3 +66,14 @@ def test_hashing_lets_other_threads_in(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = memoryview(bytes(8 << 20))
     run_checksums(ChecksumKind.XXH3, wide, run=1 << 20, runs=2, stride=2 << 20)
     assert len(turns) == 4, "xxhash gives up the GIL itself on wide runs"
+
+
+@pytest.mark.both_loops
+async def test_hashing_never_sleeps_on_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools and tests seal small chunks there."""
+    turns: list[float] = []
+    monkeypatch.setattr("cacheflow.kv.checksums.time.sleep", turns.append)
+    run_checksums(
+        ChecksumKind.XXH3, memoryview(bytes(8 << 20)), run=1 << 15, runs=8, stride=1 << 18
+    )
+    assert not turns

@@ -88,8 +88,7 @@ class Interleavings(RuleBasedStateMachine):
         if answer is Claim.WRITE and not self.work.is_suffix:
             assert (tile.index, layer) not in self.written, "written twice"
             assert not any(
-                load.tile == tile.index and granted >> layer & 1
-                for load, granted in self.committed
+                load.tile == tile.index and granted >> layer & 1 for load, granted in self.committed
             ), "written while a part of it is being copied in"
             self.written[tile.index, layer] = "recompute"
         elif answer is Claim.THROUGH:
