@@ -6,7 +6,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from cacheflow.errors import CacheFlowError
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.restore.transfer import LoadFailed, fetch, lay_out, published_parts, verify_pieces
 from cacheflow.types import LoadEnded, LoadOutcome, Published
@@ -85,8 +84,9 @@ class LoadDriver:
         except TimeoutError:
             outcome, lost = LoadOutcome.LATE, load.chunks
             reason = f"not there after {restorer.load_deadline:g} s (setting load_deadline)"
-        except (CacheFlowError, OSError) as error:
-            outcome, reason, lost = LoadOutcome.FAILED, str(error), load.chunks
+        except Exception as error:  # a third party's backend may raise anything: a failed load
+            reason = str(error) or type(error).__name__
+            outcome, lost = LoadOutcome.FAILED, load.chunks
         finally:
             self._end(load, job, granted, lost, outcome)
             stop = restorer.clock.now()

@@ -133,6 +133,6 @@ class Job:
             layers = sum((t, layer) in self.recomputed for layer in range(self.spec.num_layers))
             copies = self.copies.get(t, set())
             ours = all(info.canonical and info.grid_id == grid_id for info in copies)
-            known = ours or layers == self.spec.num_layers
+            known = layers == self.spec.num_layers or (bool(copies) and ours)
             segments.append(Segment(tile.start, tile.stop, tile.width if known else 0))
         return segments

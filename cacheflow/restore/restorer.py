@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, Self
 
 from cacheflow.clock import SystemClock
-from cacheflow.errors import CacheFlowError, ClosedError
+from cacheflow.errors import ClosedError
 from cacheflow.restore.compute import ComputeDriver
 from cacheflow.restore.loads import LoadDriver
 from cacheflow.restore.request import Job, Restoration, RestoreRequest
@@ -83,12 +83,16 @@ class Restorer:
         jobs = list(self._jobs.values())
         for job in jobs:
             self.fail(job.spec.id, ClosedError("the restorer was closed during a restore"))
-        await asyncio.gather(*(job.settled.wait() for job in jobs))
-        for task in self._drivers:
-            task.cancel()
-        if group is not None:
-            await group.__aexit__(None, None, None)
-        self.verifiers.shutdown(wait=False)
+        try:
+            if jobs:
+                settled = asyncio.gather(*(job.settled.wait() for job in jobs))
+                await to_the_end(asyncio.ensure_future(settled))
+        finally:
+            for task in self._drivers:
+                task.cancel()
+            self.verifiers.shutdown(wait=False)
+            if group is not None:
+                await group.__aexit__(None, None, None)
 
     async def run(self, request: RestoreRequest, policy: Policy) -> Restoration:
         """Restore the prefix and compute the suffix; the engine must have the request open.
@@ -100,22 +104,25 @@ class Restorer:
             ClosedError: the restorer is not running.
             Exception: whatever the engine raised; storage failures become recompute instead.
         """
-        group = self._group
-        if group is None:
+        if self._group is None:
             raise ClosedError("the restorer is not running; use it inside 'async with'")
         job = self._register(request)
+        outcome = "failed"
         try:
             await self._look_up(job, policy)
             self._admit(job, policy)
             await job.done
-        except BaseException as error:
-            self.scheduler.cancel(job.spec.id)
-            outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
-            self._announce(job, policy, outcome)
+            outcome = "restored"
+        except asyncio.CancelledError:
+            outcome = "cancelled"
             raise
         finally:
-            await to_the_end(group.create_task(self._settle(job)))
-        self._announce(job, policy, "restored")
+            # Not in the group: it must also run while that is ending. Announced once no thread
+            # adds to the job's figures any more.
+            try:
+                await to_the_end(asyncio.ensure_future(self._settle(job)))
+            finally:
+                self._announce(job, policy, outcome)
         return self._result(job, policy)
 
     # -- what the drivers use ------------------------------------------------------------------
@@ -207,7 +214,7 @@ class Restorer:
                 layout = self.recomputer.layout
                 keys = job.request.keys[:chunks]
                 located = await locate(name, self.channels[name], keys, layout)
-        except (CacheFlowError, OSError, TimeoutError) as error:
+        except Exception as error:  # a third party's backend may raise anything: it has nothing then
             reason = str(error) or type(error).__name__
             _log.warning("tier %s: lookup failed, going on without it: %s", name, reason)
         else:
@@ -227,11 +234,15 @@ class Restorer:
         if job.loads:
             await asyncio.wait(list(job.loads))
         await self._compute.idle(job)
-        for start in self.scheduler.paused_tiles(job.spec.id):
-            await self.recomputer.discard(job.spec.id, start)
-        self.scheduler.remove(job.spec.id)
-        self._jobs.pop(job.spec.id, None)
-        job.settled.set()
+        try:
+            for start in self.scheduler.paused_tiles(job.spec.id):
+                await self.recomputer.discard(job.spec.id, start)
+        finally:
+            self.scheduler.remove(job.spec.id)
+            self._jobs.pop(job.spec.id, None)
+            if not job.done.cancelled() and job.done.done():
+                job.done.exception()  # whoever was cancelled meanwhile does not ask for it
+            job.settled.set()
 
     def _result(self, job: Job, policy: Policy) -> Restoration:
         arrival = job.request.arrival

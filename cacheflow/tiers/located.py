@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cacheflow.errors import IntegrityError
+from cacheflow.errors import BackendError, IntegrityError
 from cacheflow.kv import check_layout
 from cacheflow.types import Coverage, ObjectKind, Span
 
@@ -73,16 +73,22 @@ async def locate(
     """Ask ``backend`` for all chunks at once and keep the objects this engine can use.
 
     Raises:
-        BackendError: the lookup failed as a whole.
+        BackendError: the lookup failed as a whole, or answered something else than was asked.
     """
     found = await backend.lookup(keys)
-    return Located(channel, tuple(tuple(_usable(infos, layout)) for infos in found))
+    if len(found) != len(keys):
+        reason = f"{len(found)} answers to {len(keys)} keys"
+        raise BackendError(reason, operation="lookup", context=channel)
+    pairs = zip(keys, found, strict=True)
+    return Located(channel, tuple(tuple(_usable(key, infos, layout)) for key, infos in pairs))
 
 
-def _usable(infos: Sequence[ChunkInfo], layout: KVLayout) -> list[ChunkInfo]:
+def _usable(key: ChunkKey, infos: Sequence[ChunkInfo], layout: KVLayout) -> list[ChunkInfo]:
     usable = []
     for info in infos:
         try:
+            if info.key.chunk != key:
+                raise IntegrityError(f"it is not of {key!r}")
             check_layout(info, layout)
         except IntegrityError as error:
             _log.warning("object %r is ignored: %s", info.key, error)

@@ -193,7 +193,7 @@ async def test_a_folder_that_is_no_store_is_refused(model_folder: Path, tmp_path
     with pytest.raises(ConfigError, match="not a CacheFlow store"):
         async with opened(model_folder, tmp_path):
             pass
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+    assert everything_in(tmp_path) == [tmp_path / "thesis.txt"]
 
 
 async def test_chunks_with_damaged_headers_or_sizes_are_recomputed(
@@ -268,11 +268,11 @@ async def test_staging_too_small_for_the_model_is_refused(
 ) -> None:
     """Before any request: the message names the setting and how much is needed."""
     engine = await TransformersEngine.open_model(model_folder, kv_bytes=1 << 28)
-    settings = Settings(
-        tiers=[{"name": "disk", "backend": "nvme", "options": {"path": str(tmp_path / "s")}}],
-        staging_bytes=1 << 20,
-    )
+    tiers = [
+        {"name": name, "backend": "nvme", "options": {"path": str(tmp_path / name)}}
+        for name in ("one", "two")
+    ]
     with pytest.raises(ConfigError, match=r"staging_bytes.*at least \d+"):
-        async with CacheFlow.open(settings, engine=engine):
+        async with CacheFlow.open(Settings(tiers=tiers, staging_bytes=1 << 20), engine=engine):
             pass
     await engine.aclose()
