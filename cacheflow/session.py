@@ -114,7 +114,7 @@ class CacheFlow:
                 observer=observer,
             )
             await stack.enter_async_context(restorer)
-            saver = Saver(engine, backends, pool, clock, restorer.emit)
+            saver = Saver(engine, backends, pool, clock, restorer.emit, settings.load_deadline)
             stack.callback(saver.close)
             flow = cls(settings, engine, backends, restorer, saver, clock)
             stack.push_async_callback(flow.forget)
@@ -258,7 +258,7 @@ def _staging(nbytes: int, channels: Collection[str], engine: Engine) -> StagingP
         ConfigError: a share has no room for one layer of the widest tile, or for one whole chunk.
     """
     layout, grid = engine.layout, engine.grid
-    widest = max(*grid.head, grid.tail) // layout.chunk_tokens
+    widest = max((*grid.head, grid.tail)) // layout.chunk_tokens
     needed = max(layout.payload_bytes(), widest * layout.layer_stride())
     share = nbytes // (len(channels) + 1)
     if share < needed:

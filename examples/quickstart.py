@@ -10,10 +10,10 @@ from cacheflow.settings import Settings, TierSettings
 
 
 async def main(store: str) -> None:
-    print("loading SmolLM2-135M-Instruct (fetched and converted on first use) ...")
     engine = await TransformersEngine.open_model(prepare_smollm2(), dtype="float32")
-    question = f"{inspect.getdoc(inspect)}\n{inspect.getsource(tempfile)[:4000]}\nWhat is it for?"
+    question = inspect.getsource(tempfile)[:6000] + "\nIn one sentence, what does tempfile do?"
     chat = [{"role": "user", "content": question}]
+    stop = {engine.tokenizer.eos_token_id}
     prompt = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
 
     # A disk behind a link that is as slow, next to this CPU, as a network is next to a GPU.
@@ -24,9 +24,9 @@ async def main(store: str) -> None:
         for turn in ("first time", "resumed"):
             report = Generation()
             print(f"\n{turn}: ", end="")
-            stop = {engine.tokenizer.eos_token_id}
             async for token in session.generate(prompt, stop_tokens=stop, report=report):
-                print(engine.tokenizer.decode([token]), end="", flush=True)
+                text = engine.tokenizer.decode([token], skip_special_tokens=True)
+                print(text, end="", flush=True)
             if report.restoration:
                 share = f"{report.restoration.recomputed_share:.0%} of those recomputed"
                 print(f"\n  {len(prompt)} tokens, {report.cached_tokens} of them stored, {share};")

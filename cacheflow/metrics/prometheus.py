@@ -84,12 +84,10 @@ class PrometheusObserver:
             registry=registry,
         )
         self._busy_until: dict[tuple[str, str], float] = {}
-        self._layers = 1
 
     def __call__(self, event: Event) -> None:
         match event:
             case LayersComputed():
-                self._layers = max(self._layers, event.layers.stop)
                 stage = "suffix" if event.is_suffix else "prefix"
                 self._compute.labels(stage).inc(event.stop - event.starts[0])
             case LoadEnded():
@@ -111,7 +109,7 @@ class PrometheusObserver:
                 seconds = event.restored - event.arrival
                 self._restore.labels(event.policy, event.outcome).observe(seconds)
                 for source, cells in event.cells.items():
-                    self._tokens.labels(source).inc(cells / self._layers)
+                    self._tokens.labels(source).inc(cells / event.num_layers)
             case _:
                 pass
 

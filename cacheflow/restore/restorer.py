@@ -214,7 +214,9 @@ class Restorer:
                 layout = self.recomputer.layout
                 keys = job.request.keys[:chunks]
                 located = await locate(name, self.channels[name], keys, layout)
-        except Exception as error:  # a third party's backend may raise anything: it has nothing then
+        except (
+            Exception
+        ) as error:  # a third party's backend may raise anything: it has nothing then
             reason = str(error) or type(error).__name__
             _log.warning("tier %s: lookup failed, going on without it: %s", name, reason)
         else:
@@ -274,6 +276,7 @@ class Restorer:
                 stop=now,
                 prefix_tokens=job.spec.prefix_tokens,
                 suffix_tokens=sum(piece.width for piece in job.spec.suffix),
+                num_layers=job.spec.num_layers,
                 cells={"recompute": job.recomputed_cells, **job.loaded},
             )
         )

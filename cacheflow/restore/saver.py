@@ -11,11 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cacheflow.errors import BackendError
+from cacheflow.errors import ClosedError
 from cacheflow.kv import canonical_tokens, clip_segments, seal
 from cacheflow.memory import buffer_from
 from cacheflow.restore.tasks import to_the_end
-from cacheflow.types import ObjectKey, Span, StagedPart, StoreEnded, TransferStatus, Write
+from cacheflow.types import (
+    LoadOutcome,
+    ObjectKey,
+    Span,
+    StagedPart,
+    StoreEnded,
+    TransferStatus,
+    Write,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +52,10 @@ class Saved:
 
 
 class Saver:
-    """Stores the KV of open requests. One chunk is staged at a time, so memory stays bounded."""
+    """Stores the KV of open requests. One chunk is staged at a time, so memory stays bounded.
+
+    ``deadline``: seconds after which a tier that has not answered gets nothing more in that save.
+    """
 
     def __init__(
         self,
@@ -53,16 +64,20 @@ class Saver:
         pool: StagingPool,
         clock: Clock,
         observer: Observer,
+        deadline: float = 30.0,
     ) -> None:
         self._engine = engine
         self._channels = channels
         self._pool = pool
         self._clock = clock
         self._observer = observer
+        self._deadline = deadline
         self._sealers = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
+        self._closed = False
 
     def close(self) -> None:
-        """No save is running any more."""
+        """Saves that still run end with ClosedError."""
+        self._closed = True
         self._sealers.shutdown(wait=False)
 
     async def save(self, request_id: str, keys: Sequence[ChunkKey]) -> dict[str, Saved]:
@@ -85,17 +100,21 @@ class Saver:
         segments: tuple[Segment, ...],
     ) -> Saved:
         try:
-            wanted = await self._wanted(backend, keys, segments)
-        except (BackendError, OSError) as error:
-            _log.warning("tier %s: lookup before storing failed, nothing stored: %s", name, error)
+            async with asyncio.timeout(self._deadline):
+                wanted = await self._wanted(backend, keys, segments)
+        except Exception as error:  # a third party's backend may raise anything: nothing is stored
+            reason = str(error) or type(error).__name__
+            _log.warning("tier %s: lookup before storing failed, nothing stored: %s", name, reason)
             return Saved(dropped=len(keys))
-        stored = dropped = 0
+        stored = 0
         for chunk in wanted:
-            if await self._save_chunk(name, backend, request_id, keys[chunk], chunk, segments):
-                stored += 1
-            else:
-                dropped += 1
-        return Saved(stored, len(keys) - len(wanted), dropped)
+            outcome = await self._save_chunk(
+                name, backend, request_id, keys[chunk], chunk, segments
+            )
+            stored += outcome == TransferStatus.OK
+            if outcome == LoadOutcome.LATE:
+                break
+        return Saved(stored, len(keys) - len(wanted), len(wanted) - stored)
 
     async def _wanted(
         self, backend: StorageBackend, keys: Sequence[ChunkKey], segments: Sequence[Segment]
@@ -119,24 +138,38 @@ class Saver:
         key: ChunkKey,
         chunk: int,
         segments: tuple[Segment, ...],
-    ) -> bool:
+    ) -> str:
+        """How it ended: a :class:`TransferStatus`, or late."""
         layout, start = self._engine.layout, self._clock.now()
-        with await self._pool.lease(layout.payload_bytes(), STAGING_OWNER) as lease:
-            part = StagedPart(chunk, Span(0, layout.num_layers), lease.view)
-            capture = asyncio.ensure_future(self._engine.capture(request_id, [part]))
-            await to_the_end(capture)
-            write = await self._seal(key, chunk, lease, segments)
-            try:
-                result = (await backend.store([write]))[0]
-                outcome, reason = result.status.value, str(result.error or "")
-            except (BackendError, OSError) as error:
-                outcome, reason = TransferStatus.FAILED.value, str(error)
-        ok = outcome == TransferStatus.OK
-        if not ok:
+        nbytes = layout.payload_bytes()
+        try:
+            async with asyncio.timeout(self._deadline):
+                lease = await self._pool.lease(nbytes, STAGING_OWNER)
+        except TimeoutError:
+            outcome, reason = LoadOutcome.LATE.value, "no staging memory came free"
+        else:
+            with lease:
+                part = StagedPart(chunk, Span(0, layout.num_layers), lease.view)
+                await to_the_end(asyncio.ensure_future(self._engine.capture(request_id, [part])))
+                write = await self._seal(key, chunk, lease, segments)
+                nbytes = write.nbytes
+                outcome, reason = await self._store(backend, write)
+        if outcome != TransferStatus.OK:
             _log.warning("tier %s: chunk %d was not stored (%s: %s)", name, chunk, outcome, reason)
         stop = self._clock.now()
-        self._observer(StoreEnded(name, 1, write.nbytes, start, stop, outcome))
-        return ok
+        self._observer(StoreEnded(name, 1, nbytes, start, stop, outcome))
+        return outcome
+
+    async def _store(self, backend: StorageBackend, write: Write) -> tuple[str, str]:
+        try:
+            async with asyncio.timeout(self._deadline):
+                result = (await backend.store([write]))[0]
+        except TimeoutError:
+            reason = f"not there after {self._deadline:g} s (setting load_deadline)"
+            return LoadOutcome.LATE.value, reason
+        except Exception as error:  # a third party's backend may raise anything: a dropped chunk
+            return TransferStatus.FAILED.value, str(error) or type(error).__name__
+        return result.status.value, str(result.error or "")
 
     async def _seal(
         self, key: ChunkKey, chunk: int, lease: Lease, segments: tuple[Segment, ...]
@@ -157,5 +190,7 @@ class Saver:
             )
             return Write(info, (buffer_from(header), lease.buffer))
 
+        if self._closed:
+            raise ClosedError("CacheFlow was closed during a save")
         sealing = asyncio.get_running_loop().run_in_executor(self._sealers, work)
         return await to_the_end(asyncio.ensure_future(sealing))

@@ -202,9 +202,9 @@ class Frontier:
         cost = self._outlook.layer_bound(state.tile)
         compute = None if cost is None else cost * (target - layer + 1)
         left = self._outlook.loads_left(self._on_channels(), now)
-        if left is None or left >= self._patience(now):
-            if self.policy.compute(compute, left):
-                return True
+        patient = left is not None and left < self._patience(now)
+        if not patient and self.policy.compute(compute, left):
+            return True
         return self._stalled(now)
 
     def _stalled(self, now: float) -> bool:

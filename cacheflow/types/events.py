@@ -109,6 +109,7 @@ class RestoreEnded:
     """When the suffix was computed too."""
     prefix_tokens: int
     suffix_tokens: int
+    num_layers: int
     cells: Mapping[str, int] = field(default_factory=dict)
     """Token-layers by source: ``recompute`` and one entry a channel."""
 

@@ -1,4 +1,4 @@
-"""What is marked canonical is, bit for bit, what a cold prefill on the grid makes: after any mix."""
+"""What is marked canonical is, bit for bit, what a cold grid prefill makes, after any mix."""
 
 from __future__ import annotations
 

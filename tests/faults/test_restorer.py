@@ -1,0 +1,311 @@
+"""Engines and stores that break their contract cost their own request or load, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cacheflow.clock import SystemClock
+from cacheflow.costs import ComputeModel
+from cacheflow.errors import BackendError, ClosedError
+from cacheflow.kv import chunk_keys, key_root, seal
+from cacheflow.memory import StagingPool, buffer_from
+from cacheflow.restore import Restorer, RestoreRequest
+from cacheflow.scheduling import BatchScheduler, load_policy
+from cacheflow.testing.engine import FakeEngine
+from cacheflow.testing.storage import MemoryBackend
+from cacheflow.types import ObjectKey, RestoreEnded, Span, Write
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from cacheflow.restore import Restoration
+    from cacheflow.types import Event, Read, TileWork
+
+TOKENS = [(5 * i) % 97 for i in range(500)]
+OTHERS = [(3 * i) % 89 for i in range(500)]
+ROOT = key_root({"model": "fake"})
+
+
+async def fill(store: MemoryBackend, engine: FakeEngine, tokens: list[int]) -> None:
+    layout = engine.layout
+    for chunk, key in enumerate(chunk_keys(ROOT, tokens, layout.chunk_tokens)):
+        parts = (engine.expected(tokens, chunk, layer) for layer in range(layout.num_layers))
+        payload = bytearray(b"".join(parts))
+        name = ObjectKey(key, Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
+        info, header = seal(
+            name, layout, memoryview(payload), grid_id="", segments=(), canonical=False
+        )
+        await store.store([Write(info, (buffer_from(header), buffer_from(payload)))])
+
+
+class Rig:
+    def __init__(self, store: MemoryBackend, deadline: float) -> None:
+        self.engine = FakeEngine()
+        self.store = store
+        self.pool = StagingPool(1 << 20)
+        self.events: list[Event] = []
+        self.restorer = Restorer(
+            self.engine,
+            BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock()),
+            {"store": store},
+            self.pool,
+            load_deadline=deadline,
+            observer=self.events.append,
+        )
+
+    async def run(self, name: str = "r", policy: str = "load") -> Restoration:
+        """Restore without opening or closing the engine's request."""
+        keys = chunk_keys(ROOT, TOKENS, self.engine.layout.chunk_tokens)
+        request = RestoreRequest(name, TOKENS, keys, self.restorer.clock.now())
+        return await self.restorer.run(request, load_policy(policy))
+
+    async def restore(self, name: str = "r", policy: str = "load") -> Restoration:
+        """Restore and check every byte."""
+        await self.engine.open(name, TOKENS)
+        try:
+            async with asyncio.timeout(20):
+                result = await self.run(name, policy)
+            assert self.engine.wrong_cells(name, len(TOKENS)) == []
+            return result
+        finally:
+            await self.engine.close(name)
+
+
+@asynccontextmanager
+async def rig(store: MemoryBackend | None = None, deadline: float = 5.0) -> AsyncIterator[Rig]:
+    made = Rig(store or MemoryBackend(), deadline)
+    await fill(made.store, made.engine, TOKENS)
+    async with made.restorer:
+        yield made
+        assert made.pool.leased_bytes == made.pool.quarantined_bytes() == 0
+        assert made.restorer._jobs == {}
+        assert made.restorer.scheduler._requests == {}
+    await made.pool.aclose()
+    made.engine.shutdown()
+
+
+async def test_a_copy_that_fails_ends_its_request_only() -> None:
+    """What `publish` raises reaches its request; other requests and the restorer go on."""
+    async with rig() as r:
+        await r.engine.open("bad", TOKENS)
+        real = r.engine.publish
+
+        async def broken(request_id: str, parts: Any) -> None:
+            if request_id == "bad":
+                raise RuntimeError("no device")
+            await real(request_id, parts)
+
+        r.engine.publish = broken  # type: ignore[method-assign]
+        results = await asyncio.gather(
+            r.run("bad"), *(r.restore(f"r{i}") for i in range(3)), return_exceptions=True
+        )
+        assert isinstance(results[0], RuntimeError)
+        assert not any(isinstance(result, BaseException) for result in results[1:])
+        await r.engine.close("bad")
+        assert (await r.restore()).recomputed_cells == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), KeyError("bug"), TimeoutError(), OSError(5)])
+async def test_a_store_that_raises_anything_costs_its_loads(error: Exception) -> None:
+    """A backend's own mistake (not one of our errors) in a load is a failed load."""
+    async with rig() as r:
+
+        async def broken(read: Read) -> None:
+            raise error
+
+        r.store.before_read = broken
+        assert (await r.restore()).recomputed_share == 1.0
+        r.store.before_read = None
+        assert (await r.restore()).recomputed_cells == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), RuntimeError("bug"), TimeoutError()])
+async def test_a_lookup_that_raises_anything_is_a_miss(error: Exception) -> None:
+    """A backend's own mistake in a lookup costs its chunks."""
+    async with rig() as r:
+
+        async def broken() -> None:
+            raise error
+
+        r.store.before_lookup = broken
+        assert (await r.restore()).loaded_cells == {}
+
+
+class Shifted(MemoryBackend):
+    """Answers each key with the objects of the next one."""
+
+    async def lookup(self, keys: Any) -> Any:
+        found = await super().lookup(keys)
+        return [*found[1:], found[0]]
+
+
+class Terse(MemoryBackend):
+    """Forgets the misses."""
+
+    async def lookup(self, keys: Any) -> Any:
+        found = await super().lookup(keys)
+        return found[: len(keys) // 2]
+
+
+@pytest.mark.parametrize("kind", [Shifted, Terse])
+async def test_a_lookup_that_answers_something_else_serves_nothing(
+    kind: type[MemoryBackend], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Valid objects of other chunks, or answers that cannot be told apart, are not used."""
+    async with rig(kind()) as r:
+        assert (await r.restore()).loaded_cells == {}
+    assert any(record.levelno == logging.WARNING for record in caplog.records)
+
+
+async def test_closing_twice_interrupted_leaves_no_task() -> None:
+    """Cancelling the close of a restorer, again and again, while a layer runs: it still waits for
+    that layer, ends its request and its tasks."""
+    before = asyncio.all_tasks()
+    engine, go, began = FakeEngine(), threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def block(work: TileWork, layer: int) -> None:
+        loop.call_soon_threadsafe(began.set)
+        assert go.wait(10)
+
+    engine.before_layer = block
+    pool = StagingPool(1 << 20)
+    scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
+    restorer = Restorer(engine, scheduler, {"s": MemoryBackend()}, pool)
+    await engine.open("r", TOKENS)
+    leave = asyncio.Event()
+
+    async def live() -> None:
+        async with restorer:
+            await leave.wait()
+
+    living = asyncio.create_task(live())
+    await asyncio.sleep(0)
+    request = RestoreRequest("r", TOKENS, (), 0.0)
+    running = asyncio.create_task(restorer.run(request, load_policy("recompute")))
+    await began.wait()
+    leave.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+        living.cancel()
+    assert not living.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await living
+    with pytest.raises(ClosedError):
+        await running
+    assert asyncio.all_tasks() == before
+    assert scheduler._requests == {}
+    await engine.close("r")
+    await pool.aclose()
+    engine.shutdown()
+
+
+async def test_a_cancelled_request_is_counted_once_it_has_ended() -> None:
+    """Its last event comes after its last layer, and counts it; nothing is announced twice."""
+    async with rig() as r:
+        go, began = threading.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def block(work: TileWork, layer: int) -> None:
+            if layer == 2:
+                loop.call_soon_threadsafe(began.set)
+                assert go.wait(10)
+
+        r.engine.before_layer = block
+        await r.engine.open("r", TOKENS)
+        task = asyncio.create_task(r.run(policy="recompute"))
+        await began.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not any(isinstance(event, RestoreEnded) for event in r.events)
+        go.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        (ended,) = (event for event in r.events if isinstance(event, RestoreEnded))
+        assert ended.outcome == "cancelled"
+        assert ended.cells["recompute"] == 2 * 32
+        await r.engine.close("r")
+
+
+async def test_a_name_is_free_again_as_soon_as_its_request_was_cancelled() -> None:
+    """The same request id, cancelled at any step and asked for again at once: every byte right."""
+    async with rig() as r:
+        for steps in range(0, 120, 3):
+            await r.engine.open("r", TOKENS)
+            task = asyncio.create_task(r.run(policy="adaptive"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            await r.engine.close("r")
+            await r.restore("r", "adaptive" if steps % 2 else "load")
+
+
+async def test_a_hung_tier_does_not_starve_a_good_one() -> None:
+    """One tier never answers and keeps its share of the staging memory in quarantine; sixteen
+    requests, one after another, still load everything from the other."""
+    engine, good = FakeEngine(), MemoryBackend()
+    await fill(good, engine, TOKENS)
+    hung = Hung()
+    await fill(hung, engine, TOKENS)
+    pool = StagingPool(1 << 18)
+    for name in ("hung", "good"):
+        pool.set_cap(name, 1 << 17)
+    scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
+    channels = {"hung": hung, "good": good}
+    async with Restorer(engine, scheduler, channels, pool, load_deadline=0.05) as restorer:
+        for number in range(16):
+            await engine.open("r", TOKENS)
+            keys = chunk_keys(ROOT, TOKENS, engine.layout.chunk_tokens)
+            request = RestoreRequest("r", TOKENS, keys, restorer.clock.now())
+            result = await restorer.run(request, load_policy("load"))
+            assert engine.wrong_cells("r", len(TOKENS)) == []
+            assert result.recomputed_cells == 0, number
+            await engine.close("r")
+        assert pool.quarantined_bytes("hung") > 0
+        hung.let_go()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert pool.quarantined_bytes() == pool.leased_bytes == 0
+    await pool.aclose()
+    engine.shutdown()
+
+
+class Hung(MemoryBackend):
+    """Its reads never end; their buffers stay held until :meth:`let_go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+    async def load(self, reads: Any) -> Any:
+        for read in reads:
+            read.buffer.hold.acquire()
+            self.held.append(read.buffer.hold)
+        await asyncio.Event().wait()
+        yield
+
+    def let_go(self) -> None:
+        for hold in self.held:
+            hold.release()
+
+
+async def test_a_lookup_error_is_one_of_ours() -> None:
+    """The reason names the tier and the counts."""
+    from cacheflow.tiers import locate
+
+    store = Terse()
+    keys = chunk_keys(ROOT, TOKENS, 16)
+    with pytest.raises(BackendError, match=r"15 answers to 31 keys \(disk\)"):
+        await locate("disk", store, keys, FakeEngine().layout)
+
+

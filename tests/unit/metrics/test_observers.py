@@ -1,0 +1,108 @@
+"""Events become series and timelines that say what happened."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cacheflow.metrics import PrometheusObserver, Timeline
+from cacheflow.types import (
+    LayersComputed,
+    LoadEnded,
+    LoadOutcome,
+    LookedUp,
+    Published,
+    RestoreEnded,
+    Span,
+    StoreEnded,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cacheflow.types import Event
+
+EVENTS: list[Event] = [
+    LookedUp("r", "disk", 4, 3, 10.0, 10.1),
+    LayersComputed("r", 0, 512, False, Span(0, 2), (10.1, 10.3), 10.6),
+    LoadEnded("r", "disk", 1, Span(1, 2), 2, 1000, 10.1, 10.4, LoadOutcome.PUBLISHED),
+    LoadEnded("r", "disk", 1, Span(0, 1), 2, 500, 10.2, 10.5, LoadOutcome.CORRUPT, "bad"),
+    Published("r", 1, Span(1, 2), 1000, 10.39, 10.4),
+    LayersComputed("r", 1, 16, True, Span(0, 2), (10.7, 10.8), 10.9),
+    RestoreEnded(
+        "r",
+        "adaptive",
+        "restored",
+        10.0,
+        10.6,
+        10.9,
+        1024,
+        16,
+        2,
+        {"recompute": 1024, "disk": 1024},
+    ),
+    StoreEnded("disk", 1, 2000, 11.0, 11.5, "ok"),
+    StoreEnded("disk", 1, 2000, 11.2, 11.6, "full"),
+]
+
+
+def test_series_add_up() -> None:
+    """Tokens by source, busy seconds without double counting, failures and drops by reason."""
+    observer = PrometheusObserver()
+    for event in EVENTS:
+        observer(event)
+    value = observer.registry.get_sample_value
+    tier = {"tier": "disk", "direction": "load"}
+    assert value("cacheflow_restore_tokens_total", {"source": "recompute"}) == 512
+    assert value("cacheflow_restore_tokens_total", {"source": "disk"}) == 512
+    assert value("cacheflow_compute_busy_seconds_total", {"stage": "prefix"}) == pytest.approx(0.5)
+    assert value("cacheflow_compute_busy_seconds_total", {"stage": "suffix"}) == pytest.approx(0.2)
+    assert value("cacheflow_io_busy_seconds_total", tier) == pytest.approx(0.4)
+    assert value("cacheflow_transfer_bytes_total", tier) == 1000
+    failed = {"tier": "disk", "reason": "corrupt"}
+    assert value("cacheflow_load_failures_total", failed) == 1
+    assert value("cacheflow_lookup_chunks_total", {"tier": "disk", "result": "hit"}) == 3
+    assert value("cacheflow_lookup_chunks_total", {"tier": "disk", "result": "miss"}) == 1
+    assert value("cacheflow_store_dropped_total", {"tier": "disk", "reason": "full"}) == 1
+    ended = {"policy": "adaptive", "outcome": "restored"}
+    assert value("cacheflow_restore_seconds_sum", ended) == pytest.approx(0.6)
+
+
+def test_instances_do_not_clash() -> None:
+    """Two in one process have registries of their own (field report 157)."""
+    first, second = PrometheusObserver(), PrometheusObserver()
+    first(EVENTS[0])
+    labels = {"tier": "disk", "result": "hit"}
+    assert first.registry.get_sample_value("cacheflow_lookup_chunks_total", labels) == 3
+    assert second.registry.get_sample_value("cacheflow_lookup_chunks_total", labels) is None
+
+
+def test_a_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
+    """Complete events in microseconds, a named lane each for compute, channel and publication."""
+    timeline = Timeline()
+    for event in EVENTS:
+        timeline(event)
+    timeline.write_trace(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(lanes.values()) == {"lookup disk", "compute", "load disk", "publish"}
+    layers = [e for e in events if e["ph"] == "X" and lanes[e["tid"]] == "compute"]
+    assert [e["name"] for e in layers] == [
+        "tile 0 layer 0",
+        "tile 0 layer 1",
+        "suffix 1 layer 0",
+        "suffix 1 layer 1",
+    ]
+    assert [round(e["ts"]) for e in layers] == [100_000, 300_000, 700_000, 800_000]
+    assert [round(e["dur"]) for e in layers] == [200_000, 300_000, 100_000, 100_000]
+
+
+def test_a_timeline_is_a_picture(tmp_path: Path) -> None:
+    """The PNG is one."""
+    timeline = Timeline()
+    for event in EVENTS:
+        timeline(event)
+    timeline.write_png(tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
