@@ -307,5 +307,3 @@ async def test_a_lookup_error_is_one_of_ours() -> None:
     keys = chunk_keys(ROOT, TOKENS, 16)
     with pytest.raises(BackendError, match=r"15 answers to 31 keys \(disk\)"):
         await locate("disk", store, keys, FakeEngine().layout)
-
-

@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,7 +85,9 @@ async def test_cancelled_anywhere_a_generation_leaves_nothing(
                 await asyncio.wait([task])
                 if not task.cancelled():
                     await flow.forget()
-                while engine._compute._jobs.qsize() or any(r.busy for r in engine._requests.values()):
+                while engine._compute._jobs.qsize() or any(
+                    r.busy for r in engine._requests.values()
+                ):
                     await asyncio.sleep(0.001)
                 await settled(engine)
                 assert_nothing_is_left(flow, engine)
@@ -268,10 +270,8 @@ async def test_a_session_forgotten_by_another_task_fails_cleanly(model_folder: P
                 for _ in range(steps):
                     await asyncio.sleep(0)
                 await flow.session("s").forget()
-                try:
+                with suppress(CacheFlowError):
                     await task
-                except CacheFlowError:
-                    pass
                 await flow.forget()
                 assert_nothing_is_left(flow, engine)
 
