@@ -37,6 +37,9 @@ SUFFIX_TOKENS: Final = 16
 _SLOW: Final = 0.5
 """On slower links than this, load alone is measured on a shorter prefix and scaled."""
 _SCALED_TOKENS: Final = 1024
+_SAMPLE_SECONDS: Final = 0.02
+"""Between samples of the loop's lag, in all three ways alike: waking more often than this takes
+the GIL from the compute thread so often that it slows it down by a tenth."""
 _MOMENT: Final = 0.5
 _REPEATS: Final = 7
 """Pairs of runs in a round where load alone takes less than a moment, in seconds."""
@@ -100,8 +103,8 @@ class LagProbe:
     async def _sample(self) -> None:
         while True:
             before = time.perf_counter()
-            await asyncio.sleep(0.002)
-            self._lags.append(time.perf_counter() - before - 0.002)
+            await asyncio.sleep(_SAMPLE_SECONDS)
+            self._lags.append(time.perf_counter() - before - _SAMPLE_SECONDS)
 
     def quantile(self, q: float) -> float:
         """Seconds of lag that a share ``q`` of the samples stayed under (0 without samples)."""
@@ -165,8 +168,7 @@ class Bench:
         layers = self._engine.layout.num_layers
         for _ in range(_REPEATS):
             point.load.append(await self._load_alone(restorer, point))
-            async with self.lag:
-                result = await self._run(restorer, point.tokens, ADAPTIVE)
+            result = await self._run(restorer, point.tokens, ADAPTIVE)
             point.adaptive.append(result.restored_seconds)
             point.recomputed.append(result.recomputed_share)
             point.fluid.append(fluid(cells, point.load[-1], tiles, layers))
@@ -197,8 +199,9 @@ class Bench:
         keys = self._keys[: tokens // self._engine.layout.chunk_tokens]
         await self._engine.open(name, prompt)
         try:
-            request = RestoreRequest(name, prompt, keys, self._clock.now())
-            return await restorer.run(request, load_policy(policy))
+            async with self.lag:
+                request = RestoreRequest(name, prompt, keys, self._clock.now())
+                return await restorer.run(request, load_policy(policy))
         finally:
             await self._engine.close(name)
 

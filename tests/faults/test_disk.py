@@ -1,4 +1,4 @@
-"""Real disks behaving badly: killed writers, a full or read-only file system, a folder that goes."""
+"""Real disks misbehave: killed writers, a full or read-only file system, a folder that goes."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ async def check_whole(folder: Path) -> set[int]:
 
 @pytest.mark.allow_blocking  # the test itself waits for processes
 async def test_killed_while_storing(tmp_path: Path) -> None:
-    """kill -9 at random instants: what was stored is there, nothing half-written is listed, and what
-    the dead left behind is removed when the store is next opened."""
+    """kill -9 at random instants: what was stored is there, nothing half-written is listed, and
+    what the dead left behind is removed when the store is next opened."""
     chance = random.Random(3)
     stored: set[int] = set()
     for round_ in range(10):
@@ -92,7 +92,7 @@ async def test_killed_while_storing(tmp_path: Path) -> None:
 
 @pytest.mark.allow_blocking  # the test itself waits for processes
 async def test_two_processes_store_the_same_chunks(tmp_path: Path) -> None:
-    """Each object is at any time a whole one of either; a reader beside them never sees a mixture."""
+    """Each object is at any time a whole one of either; a reader never sees a mixture."""
     async_open = await NvmeBackend.open({"path": str(tmp_path)})
     processes = [writer(tmp_path, seed, 600) for seed in (1, 2)]
     versions = [{n: make_object(n, seed).data for n in range(40)} for seed in (1, 2)]
@@ -181,7 +181,7 @@ async def test_a_disk_that_becomes_read_only(model_folder: Path, small_disk: Pat
     def remount() -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
 
-    first, second = await turns(model_folder, small_disk / "store", remount)
+    _, second = await turns(model_folder, small_disk / "store", remount)
     assert second.cached_tokens > 0
     assert second.saved is not None
     assert second.saved["disk"].stored == 0
@@ -190,7 +190,8 @@ async def test_a_disk_that_becomes_read_only(model_folder: Path, small_disk: Pat
 
 async def test_a_read_only_disk_without_a_store(small_disk: Path) -> None:
     """Opening says that the folder cannot be made."""
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    await asyncio.to_thread(subprocess.run, remount, check=True)
     with pytest.raises(ConfigError, match="cannot be made"):
         await NvmeBackend.open({"path": str(small_disk / "store")})
 

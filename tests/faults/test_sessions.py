@@ -1,4 +1,4 @@
-"""Sessions of a real engine under cancellation, closing, hung stores and crowds: nothing is left."""
+"""Sessions of a real engine, cancelled, closed, crowded, over hung stores: nothing is left."""
 
 from __future__ import annotations
 
@@ -85,10 +85,6 @@ async def test_cancelled_anywhere_a_generation_leaves_nothing(
                 await asyncio.wait([task])
                 if not task.cancelled():
                     await flow.forget()
-                while engine._compute._jobs.qsize() or any(
-                    r.busy for r in engine._requests.values()
-                ):
-                    await asyncio.sleep(0.001)
                 await settled(engine)
                 assert_nothing_is_left(flow, engine)
                 assert asyncio.all_tasks() == tasks
@@ -106,16 +102,18 @@ async def settled(engine: Any) -> None:
 
 
 class HungStore(MemoryBackend):
-    """Takes what is to be stored and never answers; ``lookups`` hang as well if told so."""
+    """Takes what is to be stored and, while :attr:`hang` is set, never answers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stores = 0
         self.hang = True
+        self.hanging = asyncio.Event()
 
     async def store(self, writes: Any) -> Any:
         self.stores += 1
         if self.hang:
+            self.hanging.set()
             await asyncio.Event().wait()
         return await super().store(writes)
 
@@ -184,7 +182,6 @@ async def test_closing_during_a_generation_ends_it(model_folder: Path, where: st
     store.hang = where == "save"
     async with engine_of(model_folder) as engine:
         settings = Settings(staging_bytes=1 << 22)
-        flow = None
         async with CacheFlow.open(settings, engine=engine, backends={"s": store}) as flow:
             store.hang = False
             await ask(flow, "first", prompt_of(200), max_new_tokens=1)
@@ -210,10 +207,7 @@ async def test_closing_during_a_generation_ends_it(model_folder: Path, where: st
                 return tokens
 
             task = asyncio.create_task(work())
-            while where == "save" and store.stores < 13:
-                await asyncio.sleep(0.001)
-            if where != "save":
-                await reached.wait()
+            await (store.hanging if where == "save" else reached).wait()
         if where == "save":
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
