@@ -29,7 +29,7 @@ from cacheflow.settings import Settings
 from cacheflow.types import Span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.clock import Clock
@@ -58,7 +58,7 @@ class CacheFlow:
         self,
         settings: Settings,
         engine: Engine,
-        backends: dict[str, StorageBackend],
+        backends: Mapping[str, StorageBackend],
         restorer: Restorer,
         saver: Saver,
         clock: Clock,
@@ -79,7 +79,7 @@ class CacheFlow:
         settings: Settings | None = None,
         *,
         engine: Engine,
-        backends: dict[str, StorageBackend] | None = None,
+        backends: Mapping[str, StorageBackend] | None = None,
         observer: Observer | None = None,
         compute: ComputeModel | None = None,
     ) -> AsyncIterator[CacheFlow]:

@@ -232,7 +232,7 @@ class Bench:
 
     def _bytes(self, tokens: int) -> int:
         layout = self._engine.layout
-        return tokens // layout.chunk_tokens * int(layout.payload_bytes())
+        return int(tokens // layout.chunk_tokens * layout.payload_bytes())
 
 
 def real_tokens(tokenizer: Any, count: int) -> list[int]:

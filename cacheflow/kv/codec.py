@@ -146,7 +146,7 @@ def encode_header(info: ChunkInfo) -> bytes:
     return _PREFIX.pack(_MAGIC, size, len(body), _header_sum(lengths, rest)) + rest
 
 
-def header_size(first: bytes | memoryview) -> int:
+def header_size(first: bytes | bytearray | memoryview) -> int:
     """Bytes of the header that begins with ``first`` (at least :data:`PREFIX_BYTES` of it).
 
     Raises:
@@ -162,7 +162,9 @@ def header_size(first: bytes | memoryview) -> int:
     return int(size)
 
 
-def decode_header(data: bytes | memoryview, *, expect: ObjectKey | None = None) -> ChunkInfo:
+def decode_header(
+    data: bytes | bytearray | memoryview, *, expect: ObjectKey | None = None
+) -> ChunkInfo:
     """Parse a header; ``data`` may go on into the payload.
 
     Raises:

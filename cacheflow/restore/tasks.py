@@ -6,14 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from asyncio import Task
+    from asyncio import Future
 
 __all__ = ["to_the_end"]
 
 T = TypeVar("T")
 
 
-async def to_the_end(task: Task[T]) -> T:
+async def to_the_end(task: Future[T]) -> T:
     """Await ``task`` to its end even if cancelled meanwhile; cancellation is raised afterwards.
 
     For short, bounded steps of which a half is worse than a delay: clean-up, a copy that a thread
