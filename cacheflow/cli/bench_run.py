@@ -40,7 +40,7 @@ _SCALED_TOKENS: Final = 1024
 _SAMPLE_SECONDS: Final = 0.02
 """Between samples of the loop's lag, in all three ways alike: waking more often than this takes
 the GIL from the compute thread so often that it slows it down by a tenth."""
-_MOMENT: Final = 0.5
+_MOMENT: Final = 1.0
 _REPEATS: Final = 7
 """Pairs of runs in a round where load alone takes less than a moment, in seconds."""
 _STAGING: Final = 256 << 20

@@ -62,7 +62,7 @@ def demo(
     threads: Annotated[
         int | None,
         typer.Option(
-            help="Compute threads on a CPU (default: half the cores, 1 on up to 4).", min=1
+            help="Compute threads on a CPU (default: half the cores, 2 on 2 to 4).", min=1
         ),
     ] = None,
     model: Annotated[
@@ -101,7 +101,7 @@ def demo(
 
 def _threads() -> int:
     cores = len(os.sched_getaffinity(0))
-    return 1 if cores <= 4 else cores // 2
+    return min(cores, 2) if cores <= 4 else cores // 2
 
 
 async def _demo(options: _Options, store: Path, screen: Screen) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class TransformersEngine:
         self._walker = Walker(model, streams)
         self._requests: dict[str, OpenRequest] = {}
         self._compute = Lane("cacheflow-compute", threads)
-        self._copy = Lane("cacheflow-copy", 1)
+        self._copy = Lane("cacheflow-copy", threads)
         self._closed = False
 
     @classmethod
