@@ -117,6 +117,7 @@ class Restorer:
             outcome = "cancelled"
             raise
         finally:
+            self.scheduler.cancel(job.spec.id)  # now: the compute thread may be about to claim
             # Not in the group: it must also run while that is ending. Announced once no thread
             # adds to the job's figures any more.
             try:

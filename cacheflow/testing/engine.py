@@ -45,6 +45,7 @@ class FakeEngine:
         self._tokens: dict[str, list[int]] = {}
         self._cells: dict[str, dict[tuple[int, int], bytes]] = {}
         self._hidden: dict[str, dict[int, int]] = {}
+        self._computed: dict[str, set[tuple[int, int]]] = {}
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="fake-compute")
         self._copy = ThreadPoolExecutor(1, thread_name_prefix="fake-copy")
         self._running: dict[str, int] = {}
@@ -56,6 +57,7 @@ class FakeEngine:
         self._tokens[request_id] = list(tokens)
         self._cells[request_id] = {}
         self._hidden[request_id] = {}
+        self._computed[request_id] = set()
 
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
         loop = asyncio.get_running_loop()
@@ -78,6 +80,7 @@ class FakeEngine:
     async def close(self, request_id: str) -> None:
         assert not self._running.get(request_id), "closed under running compute"
         del self._tokens[request_id], self._cells[request_id], self._hidden[request_id]
+        del self._computed[request_id]
 
     async def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         self._tokens[request_id] += tokens
@@ -155,11 +158,14 @@ class FakeEngine:
             return
         for chunk in range(work.tile.start // size, work.tile.stop // size):
             cells[chunk, layer] = self.expected(self._tokens[work.request_id], chunk, layer)
+            self._computed[work.request_id].add((chunk, layer))
 
     def _write_back(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         stride = self.layout.layer_stride()
         for part in parts:
             for i, layer in enumerate(part.layers):
+                computed = (part.chunk, layer) in self._computed[request_id]
+                assert not computed, f"published over a computed cell {part.chunk, layer}"
                 block = bytes(part.view[i * stride : (i + 1) * stride])
                 self._cells[request_id][part.chunk, layer] = block
                 self.published += 1

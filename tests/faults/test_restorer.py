@@ -19,7 +19,7 @@ from cacheflow.restore import Restorer, RestoreRequest
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.testing.engine import FakeEngine
 from cacheflow.testing.storage import MemoryBackend
-from cacheflow.types import ObjectKey, RestoreEnded, Span, Write
+from cacheflow.types import LoadEnded, LoadOutcome, ObjectKey, RestoreEnded, Span, Write
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -248,6 +248,32 @@ async def test_a_name_is_free_again_as_soon_as_its_request_was_cancelled() -> No
             await asyncio.wait([task])
             await r.engine.close("r")
             await r.restore("r", "adaptive" if steps % 2 else "load")
+
+
+async def test_a_load_that_lands_after_compute_took_its_cells_is_dropped() -> None:
+    """Loads hang, compute walks through their cells, then they arrive after all: nothing is
+    published over what was computed."""
+    async with rig() as r:
+        loop, arrive, dropped = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        async def hang(read: Read) -> None:
+            await arrive.wait()
+
+        def watch(event: Event) -> None:
+            if isinstance(event, LoadEnded):
+                r.events.append(event)
+                dropped.set()
+
+        def before(work: TileWork, layer: int) -> None:
+            if work.is_suffix and layer == 0:
+                loop.call_soon_threadsafe(arrive.set)
+                assert dropped.wait(10)
+
+        r.store.before_read, r.engine.before_layer, r.restorer._observer = hang, before, watch
+        result = await r.restore(policy="adaptive")
+        assert result.recomputed_share == 1.0
+        assert result.dropped_loads == 1
+        assert [e.outcome for e in r.events if isinstance(e, LoadEnded)] == [LoadOutcome.DROPPED]
 
 
 async def test_a_hung_tier_does_not_starve_a_good_one() -> None:
