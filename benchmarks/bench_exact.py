@@ -113,6 +113,8 @@ async def campaign(options: argparse.Namespace, dtype: str, tokens: int, bar: Pr
     model = Path(options.model) if options.model else await asyncio.to_thread(prepare_smollm2)
     engine = await TransformersEngine.open_model(model, dtype=dtype, threads=options.threads)
     ids = await asyncio.to_thread(real_tokens, engine.tokenizer, tokens + 5)
+    if engine.grid.tile(engine.grid.index_at(tokens - 1)).stop != tokens:
+        raise SystemExit(f"{tokens} tokens do not end with a tile: only whole ones are exact")
     outcome = Outcome(dtype)
     exact = Exact(engine, ids, outcome)
     chance = random.Random(1)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ from cacheflow.errors import BackendError, ClosedError
 from cacheflow.kv import chunk_keys, key_root, seal
 from cacheflow.memory import StagingPool, buffer_from
 from cacheflow.restore import Restorer, RestoreRequest
+from cacheflow.restore.transfer import verify_pieces
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.testing.engine import FakeEngine
 from cacheflow.testing.storage import MemoryBackend
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from cacheflow.restore import Restoration
-    from cacheflow.types import Event, Read, TileWork
+    from cacheflow.types import ChunkInfo, Event, Read, TileWork
 
 TOKENS = [(5 * i) % 97 for i in range(500)]
 OTHERS = [(3 * i) % 89 for i in range(500)]
@@ -161,6 +163,46 @@ async def test_a_lookup_that_answers_something_else_serves_nothing(
     async with rig(kind()) as r:
         assert (await r.restore()).loaded_cells == {}
     assert any(record.levelno == logging.WARNING for record in caplog.records)
+
+
+class Foreign(MemoryBackend):
+    """Lists its objects as if they had been stored by a model of another geometry."""
+
+    async def lookup(self, keys: Any) -> Any:
+        def foreign(info: ChunkInfo) -> ChunkInfo:
+            return replace(info, layout=replace(info.layout, num_kv_heads=1, head_dim=16))
+
+        return [[foreign(info) for info in infos] for infos in await super().lookup(keys)]
+
+
+class Opaque(MemoryBackend):
+    """Lists its objects as packed in an engine's own way."""
+
+    async def lookup(self, keys: Any) -> Any:
+        found = await super().lookup(keys)
+        return [[replace(info, layout_id="isa") for info in infos] for infos in found]
+
+
+@pytest.mark.parametrize("kind", [Foreign, Opaque])
+async def test_objects_of_another_layout_are_not_used(kind: type[MemoryBackend]) -> None:
+    """The same bytes in another order would pass every checksum."""
+    async with rig(kind()) as r:
+        assert (await r.restore()).loaded_cells == {}
+
+
+async def test_checksums_are_taken_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load is verified, none on the event loop's thread."""
+    threads = set()
+
+    def watched(pieces: Any) -> None:
+        threads.add(threading.current_thread())
+        verify_pieces(pieces)
+
+    monkeypatch.setattr("cacheflow.restore.loads.verify_pieces", watched)
+    async with rig() as r:
+        await r.restore()
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_closing_twice_interrupted_leaves_no_task() -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cacheflow.errors import CacheFlowError, ClosedError, ConfigError
+from cacheflow.errors import CacheFlowError, CapacityError, ClosedError, ConfigError
 from cacheflow.plugins.transformers import TransformersEngine
+from cacheflow.restore.saver import STAGING_OWNER
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings
 from cacheflow.testing.storage import MemoryBackend
@@ -251,6 +252,23 @@ async def test_staging_too_small_for_a_chunk_is_refused(model_folder: Path) -> N
                 Settings(staging_bytes=1 << 20), engine=engine, backends={"s": MemoryBackend()}
             ):
                 pass
+
+
+async def test_staging_memory_is_shared_out(model_folder: Path) -> None:
+    """Each tier has its share of the staging memory, and so has what is being stored: nobody can
+    take everything."""
+    async with engine_of(model_folder) as engine:
+        settings, backends = Settings(staging_bytes=3 << 20), {"a": HungStore(), "b": HungStore()}
+        async with CacheFlow.open(settings, engine=engine, backends=dict(backends)) as flow:
+            pool, share = flow.restorer.pool, 1 << 20
+            for owner in ("a", "b", STAGING_OWNER):
+                with pytest.raises(CapacityError):
+                    pool.try_lease(share + 1, owner)
+            leases = [pool.try_lease(share, owner) for owner in ("a", "b", STAGING_OWNER)]
+            assert all(leases)
+            for lease in leases:
+                assert lease is not None
+                lease.release()
 
 
 async def test_a_session_forgotten_by_another_task_fails_cleanly(model_folder: Path) -> None:
