@@ -23,7 +23,7 @@ class ChannelModel:
     are accounted for without a model of them.
     """
 
-    __slots__ = ("_busy", "_bytes", "_in_flight", "_mark", "_progress", "bytes_total")
+    __slots__ = ("_busy", "_bytes", "_in_flight", "_mark", "_progress")
 
     def __init__(self) -> None:
         self._bytes = 0.0
@@ -33,7 +33,6 @@ class ChannelModel:
         """Up to when busy time has been counted."""
         self._progress = 0.0
         """When the channel last became busy or finished something."""
-        self.bytes_total = 0
 
     @property
     def bandwidth(self) -> float | None:
@@ -65,8 +64,6 @@ class ChannelModel:
         keep = max(0.0, 1.0 - max(busy / _MEMORY_SECONDS, 1 / _MEMORY_LOADS))
         self._busy = self._busy * keep + busy
         self._bytes = self._bytes * keep + (nbytes if delivered else 0)
-        if delivered:
-            self.bytes_total += nbytes
 
     def ahead(self, load_id: int) -> int:
         """Bytes in flight up to and including ``load_id``, in the order of starting."""
