@@ -187,12 +187,13 @@ def test_quickstart_restores_what_it_forgot(
     assert " 0 of them stored" not in resumed
 
 
-def test_threads_default_leaves_cores_for_loads() -> None:
-    """One compute thread on small machines, never more than half the cores."""
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 2), (6, 3), (16, 8)])
+def test_threads_default(cores: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to two compute threads on small machines, else never more than half the cores."""
     from cacheflow.cli.demo import _threads
 
-    cores = len(os.sched_getaffinity(0))
-    assert _threads() == (1 if cores <= 4 else cores // 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
+    assert _threads() == threads
 
 
 def test_without_model_the_trained_one_is_used(
