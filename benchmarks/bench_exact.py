@@ -21,7 +21,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from cacheflow.cli.bench_run import real_tokens
+from cacheflow.cli.bench_rig import real_tokens
 from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel
 from cacheflow.memory import StagingPool

@@ -14,10 +14,18 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.clock import SystemClock
-from cacheflow.costs import ComputeModel
+from cacheflow.costs import (
+    COSTS_FILE,
+    ComputeModel,
+    CostChecks,
+    CostStore,
+    KeptCosts,
+    channel_key,
+    compute_key,
+)
 from cacheflow.errors import ConfigError
 from cacheflow.kv import chunk_keys, key_root
 from cacheflow.memory import StagingPool
@@ -34,9 +42,15 @@ if TYPE_CHECKING:
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.clock import Clock
     from cacheflow.restore.saver import Saved
+    from cacheflow.settings import TierSettings
     from cacheflow.types import ChunkKey, Observer
 
 __all__ = ["CacheFlow", "Generation", "Session"]
+
+_KEEP_SECONDS: Final = 60.0
+"""Between two saves of what was learned about costs."""
+_CLOSE_SECONDS: Final = 2.0
+"""Closing waits this long for the last one."""
 
 
 @dataclass(slots=True)
@@ -85,7 +99,8 @@ class CacheFlow:
     ) -> AsyncIterator[CacheFlow]:
         """Open the tiers of ``settings`` (or take ``backends``, which stay the caller's).
 
-        ``compute``: what is known of this engine's speed already, and learned on from here.
+        ``compute``: what is known of this engine's speed already, and learned on from here; then
+        the caller keeps what is learned, and none of it comes from or goes to the cache directory.
 
         Raises:
             ConfigError: a setting, a tier or the model cannot be used; says which and why.
@@ -94,16 +109,23 @@ class CacheFlow:
         settings = settings or Settings()
         clock = SystemClock()
         async with AsyncExitStack() as stack:
+            tiers = settings.tiers if backends is None else ()
             if backends is None:
                 backends = await _open_tiers(settings, stack)
             pool = _staging(settings.staging_bytes, backends, engine)
             stack.push_async_callback(pool.aclose)
+            costs = compute or ComputeModel(*engine.layer_flops)
             scheduler = BatchScheduler(
-                compute or ComputeModel(*engine.layer_flops),
+                costs,
                 clock,
                 max_load_bytes=settings.staging_bytes // (8 * (len(backends) + 1)),
                 claim_ahead=engine.claim_ahead,
             )
+            if compute is None and settings.keep_costs:
+                kept = _kept_costs(settings, tiers, engine, costs, scheduler)
+                await stack.enter_async_context(_keeping(kept))
+            if observer is not None:
+                observer = CostChecks(observer, costs, backends, scheduler.channel)
             restorer = Restorer(
                 engine,
                 scheduler,
@@ -270,6 +292,46 @@ def _staging(nbytes: int, channels: Collection[str], engine: Engine) -> StagingP
     for owner in (*channels, STAGING_OWNER):
         pool.set_cap(owner, share)
     return pool
+
+
+def _kept_costs(
+    settings: Settings,
+    tiers: Sequence[TierSettings],
+    engine: Engine,
+    costs: ComputeModel,
+    scheduler: BatchScheduler,
+) -> KeptCosts:
+    """Under keys that say what decides the costs; nothing is known of a caller's own backends."""
+    return KeptCosts(
+        CostStore(settings.cache_dir / COSTS_FILE),
+        costs,
+        compute_key(engine.identity, engine.grid_id),
+        {tier.name: channel_key(tier.name, tier.backend, tier.options) for tier in tiers},
+        scheduler.channel,
+    )
+
+
+@asynccontextmanager
+async def _keeping(kept: KeptCosts) -> AsyncIterator[None]:
+    """Begin with the costs learned once; keep what is learned, now and then and at the end."""
+    kept.prime(*await asyncio.to_thread(kept.read))
+    keeping = asyncio.create_task(_keep(kept))
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        if save := kept.to_save():
+            last = asyncio.ensure_future(asyncio.to_thread(save))
+            await asyncio.wait([last], timeout=_CLOSE_SECONDS)
+
+
+async def _keep(kept: KeptCosts) -> None:
+    """Save what was learned, once a minute at most; until cancelled."""
+    while True:
+        await asyncio.sleep(_KEEP_SECONDS)
+        if save := kept.to_save():
+            await asyncio.to_thread(save)
 
 
 async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[str, StorageBackend]:

@@ -27,7 +27,7 @@ __all__ = ["Settings", "TierSettings", "default_cache_dir"]
 
 
 def default_cache_dir() -> Path:
-    """Where converted models live: ``$XDG_CACHE_HOME/cacheflow``, else ``~/.cache/cacheflow``."""
+    """Where models and costs are kept: ``$XDG_CACHE_HOME/cacheflow``, else ``~/.cache/cacheflow``."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "cacheflow"
 
@@ -61,7 +61,10 @@ class Settings(BaseSettings):
     )
 
     cache_dir: Path = Field(default_factory=default_cache_dir)
-    """Where converted models are kept."""
+    """Where converted models and learned costs are kept."""
+    keep_costs: bool = True
+    """Begin with the costs that earlier processes learned, and leave them to the next (a small file
+    in ``cache_dir``)."""
     tiers: tuple[TierSettings, ...] = ()
     """Fastest first."""
     staging_bytes: ByteSize = Field(default=ByteSize(256 << 20), ge=1 << 20)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from pydantic import Field
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read, Write
 
 __all__ = ["DramBackend", "DramOptions"]
+
+_PATIENCE: Final = 0.0005
+"""Seconds a result may wait for the next: a turn of the loop a copy costs more than it is worth."""
 
 
 class DramOptions(Options):
@@ -93,7 +96,7 @@ class DramBackend(StorageBackend):
             if item is not None:
                 item.lease.hold.release()
 
-        results = load_on_threads(self._threads, reads, copy, let_go)
+        results = load_on_threads(self._threads, reads, copy, let_go, patience=_PATIENCE)
         async with aclosing(results):
             async for result in results:
                 yield result

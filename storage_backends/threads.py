@@ -54,7 +54,7 @@ class IoThreads:
     """``count`` daemon threads, started on first use. Methods are called on the event loop."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._count: Final = count
+        self.count: Final = count
         self._name: Final = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -63,15 +63,19 @@ class IoThreads:
         self._all_ended: asyncio.Future[None] | None = None
         self._closed = False
 
+    def check_open(self) -> None:
+        """Raises ClosedError once the pool is being closed. From any thread."""
+        if self._closed:
+            raise ClosedError(f"{self._name} was closed")
+
     def submit(self, job: Job) -> None:
         """Queue ``job``.
 
         Raises:
             ClosedError: the pool was closed; neither ``work`` nor ``abandoned`` is called.
         """
-        if self._closed:
-            raise ClosedError(f"{self._name} was closed")
-        while len(self._threads) < self._count:
+        self.check_open()
+        while len(self._threads) < self.count:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -32,6 +32,8 @@ WATCHED: Final = ["cacheflow", "cacheflow.storage_backends", "cacheflow.plugins"
 REQUIRE_ALL: Final = os.environ.get("CACHEFLOW_REQUIRE_ALL", "") not in ("", "0")
 FULL: Final = os.environ.get("CACHEFLOW_FULL", "") not in ("", "0")
 
+os.environ.setdefault("CACHEFLOW_KEEP_COSTS", "0")  # no test learns from, or for, another process
+
 settings.register_profile(
     "quick",
     max_examples=50,

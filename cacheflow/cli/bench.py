@@ -83,7 +83,8 @@ async def _bench(
     model: Path | None,
     folder: Path,
 ) -> tuple[float, list[Point]]:
-    from cacheflow.cli.bench_run import SUFFIX_TOKENS, Bench, Point, real_tokens
+    from cacheflow.cli.bench_rig import SUFFIX_TOKENS, real_tokens
+    from cacheflow.cli.bench_run import Bench, Point
     from cacheflow.registry import load_engine
 
     factory = cast("Any", await asyncio.to_thread(load_engine, "transformers"))
@@ -97,7 +98,7 @@ async def _bench(
     points = [Point(length, link) for length, link in wanted]
     lengths = list(dict.fromkeys(length for length, _ in wanted))
     with progress() as bar:
-        tiles = len(engine.grid.split(0, longest))
+        tiles = len(engine.grid.split(0, longest - SUFFIX_TOKENS))
         filling = bar.add_task("filling the store", total=tiles)
         await bench.fill(lambda: bar.advance(filling))
         for length in lengths:

@@ -11,29 +11,19 @@ import statistics
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from cacheflow.cli.bench_rig import SUFFIX_TOKENS, Rig
 from cacheflow.cli.demo_report import ADAPTIVE, Link, cell_seconds, fluid
-from cacheflow.clock import SystemClock
-from cacheflow.costs import ComputeModel
-from cacheflow.kv import chunk_keys, key_root
-from cacheflow.memory import StagingPool
-from cacheflow.registry import load_backend
-from cacheflow.restore import Restorer, RestoreRequest
-from cacheflow.restore.saver import Saver
-from cacheflow.scheduling import BatchScheduler, load_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-    from cacheflow.abc import StorageBackend
-    from cacheflow.restore import Restoration
-    from cacheflow.types import Event
+    from cacheflow.restore import Restoration, Restorer
 
-__all__ = ["Bench", "LagProbe", "Point", "SUFFIX_TOKENS", "real_tokens"]
+__all__ = ["Bench", "LagProbe", "Point"]
 
-SUFFIX_TOKENS: Final = 16
 _SLOW: Final = 0.5
 """On slower links than this, load alone is measured on a shorter prefix and scaled."""
 _SCALED_TOKENS: Final = 1024
@@ -43,9 +33,6 @@ the GIL from the compute thread so often that it slows it down by a tenth."""
 _MOMENT: Final = 1.0
 _REPEATS: Final = 7
 """Pairs of runs in a round where load alone takes less than a moment, in seconds."""
-_STAGING: Final = 256 << 20
-_DEADLINE: Final = 300.0
-"""Seconds that one load may take: some links are slow on purpose."""
 
 
 @dataclass
@@ -117,44 +104,29 @@ class Bench:
 
     def __init__(self, engine: Any, folder: Path, tokens: Sequence[int]) -> None:
         self.lag = LagProbe()
-        self._engine = engine
-        self._folder = folder
+        self._rig = Rig(engine, folder)
         self._tokens = list(tokens)
-        self._clock = SystemClock()
-        self._costs = ComputeModel(*engine.layer_flops)
-        self._pool = StagingPool(_STAGING)
-        root = key_root(engine.identity)
-        self._keys = chunk_keys(root, self._tokens, engine.layout.chunk_tokens)
-        self._runs = 0
 
     async def fill(self, tell: Callable[[], None]) -> None:
         """Prefill all tokens on the grid, telling after each tile, and store their chunks."""
-        store = await self._open(Link("raw", None), 0.0)
-        await self._engine.open("fill", self._tokens)
-        for tile in self._engine.grid.split(0, len(self._tokens)):
-            await self._engine.prefill("fill", tile.start, tile.stop)
-            tell()
-        saver = Saver(self._engine, {"store": store}, self._pool, self._clock, lambda _: None)
-        saved = (await saver.save("fill", self._keys))["store"]
-        assert not saved.dropped, saved
-        saver.close()
-        await self._engine.close("fill")
-        await store.aclose()
+        await self._rig.fill([self._rig.prompt(self._tokens)], tell)
 
     async def measure(self, points: Sequence[Point], rounds: int, tell: Callable[[], None]) -> None:
         """All links of one length: a round is recompute once, then each link's two ways."""
         tokens = points[0].tokens
         async with AsyncExitStack() as stack:
-            recompute, cells = await self._recompute(tokens)
+            alone = await stack.enter_async_context(self._rig.restorer({}))
+            recompute, cells = await self._recompute(alone, tokens)
             restorers = []
             for point in points:
-                backend = await self._open(point.link, self._bytes(tokens) / recompute)
+                bandwidth = point.link.bandwidth(self._rig.nbytes(tokens), recompute)
+                backend = await self._rig.open_link(bandwidth)
                 stack.push_async_callback(backend.aclose)
-                restorer = self._restorer({"link": backend})
+                restorer = self._rig.restorer({"link": backend})
                 restorers.append(await stack.enter_async_context(restorer))
             for number in range(rounds):
                 if number:
-                    recompute, cells = await self._recompute(tokens)
+                    recompute, cells = await self._recompute(alone, tokens)
                 for point, restorer in zip(points, restorers, strict=True):
                     point.recompute.append(recompute)
                     await self._both(restorer, point, cells)
@@ -164,23 +136,23 @@ class Bench:
         self, restorer: Restorer, point: Point, cells: dict[tuple[int, int], float]
     ) -> None:
         """Load alone, then adaptive, over one link; several times where that is over in moments."""
-        tiles = self._engine.grid.split(0, point.tokens)
-        layers = self._engine.layout.num_layers
+        layout, grid = self._rig.engine.layout, self._rig.engine.grid
         for _ in range(_REPEATS):
             point.load.append(await self._load_alone(restorer, point))
             result = await self._run(restorer, point.tokens, ADAPTIVE)
             point.adaptive.append(result.restored_seconds)
             point.recomputed.append(result.recomputed_share)
-            point.fluid.append(fluid(cells, point.load[-1], tiles, layers))
+            tiles = grid.split(0, point.tokens)
+            point.fluid.append(fluid(cells, point.load[-1], tiles, layout.num_layers))
             if point.load[-1] > _MOMENT:
                 break
 
-    async def _recompute(self, tokens: int) -> tuple[float, dict[tuple[int, int], float]]:
+    async def _recompute(
+        self, restorer: Restorer, tokens: int
+    ) -> tuple[float, dict[tuple[int, int], float]]:
         """Seconds, and seconds of every cell, of recompute alone."""
-        events: list[Event] = []
-        async with self._restorer({}, events.append) as restorer:
-            result = await self._run(restorer, tokens, "recompute")
-        return result.restored_seconds, cell_seconds(events)
+        result = await self._run(restorer, tokens, "recompute")
+        return result.restored_seconds, cell_seconds(self._rig.events)
 
     async def _load_alone(self, restorer: Restorer, point: Point) -> float:
         """Seconds of load alone; where that takes minutes, of a shorter prefix, scaled."""
@@ -193,53 +165,6 @@ class Bench:
 
     async def _run(self, restorer: Restorer, tokens: int, policy: str) -> Restoration:
         """One restore of the first ``tokens`` tokens; nothing of it stays in memory."""
-        self._runs += 1
-        name = f"run-{self._runs}"
-        prompt = self._tokens[: tokens + SUFFIX_TOKENS]
-        keys = self._keys[: tokens // self._engine.layout.chunk_tokens]
-        await self._engine.open(name, prompt)
-        try:
-            async with self.lag:
-                request = RestoreRequest(name, prompt, keys, self._clock.now())
-                return await restorer.run(request, load_policy(policy))
-        finally:
-            await self._engine.close(name)
-
-    def _restorer(
-        self, channels: dict[str, StorageBackend], observer: Callable[[Event], None] | None = None
-    ) -> Restorer:
-        ahead = self._engine.claim_ahead
-        scheduler = BatchScheduler(self._costs, self._clock, claim_ahead=ahead)
-        return Restorer(
-            self._engine,
-            scheduler,
-            channels,
-            self._pool,
-            clock=self._clock,
-            load_deadline=_DEADLINE,
-            observer=observer,
-        )
-
-    async def _open(self, link: Link, balanced: float) -> StorageBackend:
-        """The store behind ``link``; ``balanced``: bytes a second at which both ways are equal."""
-        options = {"path": str(self._folder)}
-        if link.ratio is None:
-            return await load_backend("nvme").open(options)
-        throttled = await asyncio.to_thread(load_backend, "throttled")
-        bandwidth = balanced * link.ratio
-        inner = {"inner": "nvme", "inner_options": options}
-        return await throttled.open({**inner, "bandwidth": bandwidth})
-
-    def _bytes(self, tokens: int) -> int:
-        layout = self._engine.layout
-        return int(tokens // layout.chunk_tokens * layout.payload_bytes())
-
-
-def real_tokens(tokenizer: Any, count: int) -> list[int]:
-    """``count`` token ids of text that every machine has: the source of Python's own asyncio."""
-    tokens: list[int] = []
-    for path in sorted(Path(asyncio.__file__).parent.glob("*.py")):
-        tokens += tokenizer(path.read_text(encoding="utf-8")).input_ids
-        if len(tokens) >= count:
-            return tokens[:count]
-    return (tokens * (count // len(tokens) + 1))[:count]
+        prompt = self._rig.prompt(self._tokens[: tokens + SUFFIX_TOKENS])
+        async with self.lag:
+            return await self._rig.alone(restorer, prompt, policy)

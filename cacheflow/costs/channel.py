@@ -1,69 +1,188 @@
 """What a channel delivers, learned from the loads that ended on it.
 
-One ``ChannelModel`` is one link with its own bandwidth, shared by everything that loads over it.
-Loads are assumed to be served roughly in the order they were started. Knows no bytes but counts.
+One ``ChannelModel`` is one link with its own bandwidth, shared by everything that loads over it. A
+load that meets an idle channel takes ``latency + bytes / bandwidth``; behind others its latency is
+hidden as far as it was asked for early enough. Loads may end in any order: predictions only assume
+that bytes arrive roughly in the order they were asked for. Knows no bytes but counts.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
+
+from cacheflow.costs.checks import Ratios
+from cacheflow.costs.fit import Fit
+from cacheflow.costs.profile import ChannelProfile
 
 __all__ = ["ChannelModel"]
 
+_SPREAD: Final = (0.25, 0.0, 0.0, 1.0, 0.0, 0.0)
+"""Before anything is known: latency is perhaps half of what the first load took."""
+_PRIMED: Final = (0.06, 0.0, 0.0, 0.25, 0.0, 0.0)
+_GAIN: Final = 0.2
+_PATIENCE: Final = 3
+"""Rows far off in a row that are a new speed."""
+_ROW_SECONDS: Final = 1 / 6
+"""Busy time that may bring as much drift as one row."""
 _MEMORY_SECONDS: Final = 2.0
-"""Busy time after which an observation has lost about two thirds of its weight."""
+"""Busy time after which delivered bytes have lost about two thirds of their weight."""
 _MEMORY_LOADS: Final = 12.0
 """The same in loads, so that a fast channel averages over several."""
+_HEADROOM: Final = 1.25
+"""The bandwidth is never believed to be more than this times what a busy channel delivered: waits
+that look like latency may be streams that are slow together."""
+_HOPE: Final = 4.0
+"""And to be no more than this times that whatever depth is tried next."""
+_MAX_DEPTH: Final = 64
+_LEAST_SECONDS: Final = 1e-9
 
 
 class ChannelModel:
-    """Bandwidth as decayed bytes over decayed *busy* seconds, with the loads now in flight.
+    """Latency and bandwidth of one channel, with the loads now in flight.
 
-    Busy time is the union of the intervals with something in flight, so depth and parallel streams
-    are accounted for without a model of them.
+    Busy time is the union of the intervals with something in flight. It is cut into rows: the first
+    load of a busy period alone, later ones in groups of about as many as are in flight, so that it
+    does not matter in which order parallel streams finish them. A row says how many latencies it
+    had to wait out, how many bytes came and how long that took (see :class:`Fit`). Time that went
+    into loads that failed is charged to the next delivery. Every method is O(1), except
+    :meth:`ahead`.
     """
 
-    __slots__ = ("_busy", "_bytes", "_in_flight", "_mark", "_progress")
+    __slots__ = (
+        "_begun",
+        "_busy",
+        "_bytes",
+        "_checks",
+        "_fit",
+        "_fitted",
+        "_fresh",
+        "_in_flight",
+        "_latency",
+        "_per_byte",
+        "_progress",
+        "_row",
+        "_total",
+        "_unit",
+        "_wasted",
+    )
 
     def __init__(self) -> None:
-        self._bytes = 0.0
-        self._busy = 0.0
+        self._fit = Fit(_SPREAD, gain=_GAIN, patience=_PATIENCE)
+        self._latency = 0.0
+        self._per_byte: float | None = None
+        self._fitted = 0.0
+        """Seconds a byte as if every wait were latency: what more depth might bring."""
+        self._bytes = self._busy = 0.0
+        self._unit = 0.0
         self._in_flight: dict[int, int] = {}
-        self._mark = 0.0
-        """Up to when busy time has been counted."""
+        self._begun: dict[int, tuple[float, float | None]] = {}
+        """When each load was started, and after how many seconds it was expected."""
+        self._total = 0
         self._progress = 0.0
         """When the channel last became busy or finished something."""
+        self._fresh = True
+        """Nothing was delivered yet since the channel became busy."""
+        self._wasted = 0.0
+        self._row = (0, 0.0, 0, 0.0)
+        """Loads, latencies waited out, bytes and seconds not yet learned from."""
+        self._checks = Ratios()
+
+    # -- what is known -------------------------------------------------------------------------
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second, or None before the first completion."""
-        return self._bytes / self._busy if self._busy > 0 else None
+        """Bytes a second of a busy channel, or None before the first completion."""
+        return None if self._per_byte is None else 1.0 / self._per_byte
+
+    @property
+    def latency(self) -> float:
+        """Seconds that a load into an idle channel takes beyond its bytes' time."""
+        return self._latency
+
+    @property
+    def depth(self) -> int:
+        """Loads of the usual size in flight that keep the channel busy."""
+        if self._per_byte is None or not self._unit:
+            return 1
+        hidden = self._latency / (self._unit * self._fitted)
+        return min(1 + ceil(hidden - 0.01), _MAX_DEPTH)
 
     @property
     def in_flight_bytes(self) -> int:
-        return sum(self._in_flight.values())
+        return self._total
 
     @property
     def in_flight(self) -> int:
         """Loads started and not ended."""
         return len(self._in_flight)
 
+    # -- loads ---------------------------------------------------------------------------------
+
     def started(self, load_id: int, nbytes: int, now: float) -> None:
         """A load was handed to the backend."""
+        expected = self.left(self._total + nbytes, now) if self._per_byte is not None else None
         if not self._in_flight:
-            self._mark = self._progress = now
+            self._progress = now
+            self._fresh = True
         self._in_flight[load_id] = nbytes
+        self._begun[load_id] = (now, expected)
+        self._total += nbytes
 
     def ended(self, load_id: int, now: float, *, delivered: bool) -> None:
         """A load ended; only delivered bytes count towards the bandwidth."""
         nbytes = self._in_flight.pop(load_id, None)
         if nbytes is None:
             return
-        busy = max(now - self._mark, 1e-9)
-        self._mark = self._progress = now
-        keep = max(0.0, 1.0 - max(busy / _MEMORY_SECONDS, 1 / _MEMORY_LOADS))
-        self._busy = self._busy * keep + busy
-        self._bytes = self._bytes * keep + (nbytes if delivered else 0)
+        start, expected = self._begun.pop(load_id)
+        since, self._progress = self._progress, now
+        busy = max(now - since, 0.0)
+        self._total -= nbytes
+        if not delivered:
+            self._wasted += busy
+            return
+        if expected is not None and expected > 0.0:
+            self._checks.append(max(now - start, _LEAST_SECONDS) / expected)
+        count, stalls, total, seconds = self._row
+        count, total = count + 1, total + nbytes
+        self._row = (count, stalls + self._stall(start, since), total, seconds + busy + self._wasted)
+        self._wasted = 0.0
+        if total and (self._fresh or count > len(self._in_flight)):
+            self._learn()
+        self._fresh = False
+
+    def _stall(self, start: float, since: float) -> float:
+        """Share of a latency that a load ended just now made the channel wait (0 to 1)."""
+        if start >= since:
+            # Asked for while older loads are still on their way: those kept the channel busy.
+            return 0.0 if self._in_flight and self._oldest() < start else 1.0
+        latency = self._latency
+        return max(start + latency - since, 0.0) / latency if latency > 0.0 else 0.0
+
+    def _learn(self) -> None:
+        count, stalls, nbytes, seconds = self._row
+        self._row = (0, 0.0, 0, 0.0)
+        seconds = max(seconds, _LEAST_SECONDS)
+        if not self._fresh:
+            keep = max(0.0, 1.0 - max(seconds / _MEMORY_SECONDS, count / _MEMORY_LOADS))
+            self._bytes = self._bytes * keep + nbytes
+            self._busy = self._busy * keep + seconds
+        if self._fit.rates is None:
+            self._unit = nbytes / count
+            self._fit.start((seconds, seconds / nbytes, 0.0), (0.0, 1.0, 0.0))
+        self._unit += (nbytes / count - self._unit) * min(count / _MEMORY_LOADS, 1.0)
+        self._fit.observe(stalls, nbytes, 0.0, seconds, max(seconds / _ROW_SECONDS, 1.0))
+        self._adopt()
+
+    def _adopt(self) -> None:
+        rates = self._fit.rates
+        assert rates is not None
+        seen = self._busy / self._bytes if self._bytes else 0.0
+        self._latency = rates[0]
+        self._per_byte = max(rates[1], seen / _HEADROOM)
+        self._fitted = max(rates[1], seen / _HOPE)
+
+    # -- predictions ---------------------------------------------------------------------------
 
     def ahead(self, load_id: int) -> int:
         """Bytes in flight up to and including ``load_id``, in the order of starting."""
@@ -78,16 +197,28 @@ class ChannelModel:
         """Seconds until ``nbytes`` (from the head of the line on) will have been delivered.
 
         A head of line that is overdue is expected to take as long again as it is late, so a
-        channel that hangs looks slower every moment. None while nothing is known and nothing is
-        late: a channel that has never answered looks as slow as it has been silent.
+        channel that hangs looks slower every moment. Bytes beyond those in flight are taken to be
+        asked for now. None while nothing is known and nothing is late: a channel that has never
+        answered looks as slow as it has been silent.
         """
-        bandwidth = self.bandwidth
-        waited = now - self._progress if self._in_flight else 0.0
-        if bandwidth is None or bandwidth <= 0:
-            return waited if self._in_flight else None
-        need = nbytes / bandwidth
-        late = waited - self._head() / bandwidth
-        return need + late if late > 0 else max(need - waited, 0.0)
+        per_byte = self._per_byte
+        if not self._in_flight:
+            if per_byte is None:
+                return None
+            return self._latency + nbytes * per_byte if nbytes > 0 else 0.0
+        waited = now - self._progress
+        if per_byte is None:
+            return waited
+        head, stall = self._head()
+        need = nbytes * per_byte
+        late = waited - stall - head * per_byte
+        if late > 0.0:
+            return need + late
+        seconds = need + stall - waited
+        more = nbytes - self._total
+        if more > 0:
+            seconds = max(seconds, self._latency + more * per_byte)
+        return seconds if seconds > 0.0 else 0.0
 
     def slower_than(self, seconds: float, nbytes: float, now: float) -> float:
         """When ``left(nbytes)`` will exceed ``seconds`` if nothing is delivered before.
@@ -96,11 +227,37 @@ class ChannelModel:
         """
         if not self._in_flight:
             return float("inf")
-        bandwidth = self.bandwidth
-        if bandwidth is None or bandwidth <= 0:
+        per_byte = self._per_byte
+        if per_byte is None:
             return max(now, self._progress + seconds)
-        due = self._progress + self._head() / bandwidth
-        return max(now, due + max(0.0, seconds - nbytes / bandwidth))
+        head, stall = self._head()
+        due = self._progress + stall + head * per_byte
+        return max(now, due + max(0.0, seconds - nbytes * per_byte))
 
-    def _head(self) -> int:
-        return next(iter(self._in_flight.values()), 0)
+    def _head(self) -> tuple[int, float]:
+        """Bytes of the oldest load, and how long after the last progress its latency still ran."""
+        head: int = next(iter(self._in_flight.values()))
+        return head, max(self._oldest() + self._latency - self._progress, 0.0)
+
+    def _oldest(self) -> float:
+        return next(iter(self._begun.values()))[0]
+
+    def take_checks(self) -> list[float]:
+        """What loads took over what was predicted, since the last call (the latest few hundred)."""
+        return self._checks.take()
+
+    # -- from one process to the next ----------------------------------------------------------
+
+    def profile(self) -> ChannelProfile | None:
+        """What is known, to be kept; None when nothing is."""
+        if self._per_byte is None:
+            return None
+        return ChannelProfile(self._latency, self._per_byte, self._unit)
+
+    def prime(self, profile: ChannelProfile) -> None:
+        """Begin with what was known once. A handful of loads outweighs it."""
+        typical = profile.latency + profile.unit * profile.per_byte
+        self._unit = profile.unit
+        units = (typical, profile.per_byte, 0.0)
+        self._fit.start(units, (profile.latency / typical, 1.0, 0.0), _PRIMED)
+        self._adopt()

@@ -1,56 +1,83 @@
 """Seconds to push one tile through one layer, learned from the layers that were pushed.
 
-Knows the shape of the cost (linear work per token plus attention work per token and key) from the
-model's dimensions, and learns the two rates behind it. Knows nothing about devices.
+Knows the shape of the cost (a launch, linear work per token, attention work per token and key) from
+the model's dimensions, and learns the three rates behind it. Knows nothing about devices.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.costs.checks import Ratios
+from cacheflow.costs.fit import Fit
+from cacheflow.costs.profile import ComputeProfile
+
 if TYPE_CHECKING:
     from cacheflow.types import Tile
 
 __all__ = ["ComputeModel"]
 
-_FORGET: Final = 0.97
-"""Weight of the past at each observation: about 30 layers of memory."""
-_PRIOR: Final = 0.05
-"""Strength of the belief that both kinds of work run at the same rate."""
+_SPREAD: Final = (0.09, 0.0, 0.0, 1.0, 0.5, 1.0)
+"""Before anything is known: a launch is some 30 % of the first tile's layer at most, and both kinds
+of work run at about the same rate, within a factor of two or so."""
+_PRIMED: Final = (0.02, 0.0, 0.0, 0.25, 0.125, 0.25)
+"""The same around a loaded profile: worth less than one observation made here."""
+_GAIN: Final = 0.07
+_PATIENCE: Final = 4
+"""Layers far off in a row that are a new speed."""
 _LATE_START: Final = 0.05
 _LATE_MEMORY: Final = 0.05
-_OUTLIER: Final = 3.0
-"""An observation beyond this factor of the prediction is clipped to it (and still moves it)."""
 
 
 class ComputeModel:
-    """``k1 * linear * w + k2 * attention * w * (start + w / 2)`` seconds for ``w`` tokens.
+    """``k0 + k1 * linear * w + k2 * attention * w * (start + w / 2)`` seconds for ``w`` tokens.
 
-    ``linear`` and ``attention`` are FLOPs per token, and per token and key position, of one layer.
-    ``k1`` and ``k2`` (seconds per FLOP) are fitted by exponentially forgetting least squares on
-    relative errors. Before the first observation every prediction is ``None``.
+    ``linear`` (> 0) and ``attention`` are FLOPs per token, and per token and key position, of one
+    layer. ``k0`` is the launch of a tile-layer in seconds, which makes narrow tiles dearer a token;
+    ``k1`` and ``k2`` are seconds per FLOP. Before the first observation (or a loaded profile) every
+    prediction is ``None``.
     """
 
-    __slots__ = ("_aa", "_ab", "_attention", "_bb", "_late", "_linear", "_rates", "_sa", "_sb")
+    __slots__ = ("_attention", "_checks", "_fit", "_late", "_linear", "_typical")
 
     def __init__(self, linear: float, attention: float) -> None:
+        if not (linear > 0.0 and attention >= 0.0):
+            raise ValueError(f"FLOPs a layer: linear {linear!r} > 0, attention {attention!r} >= 0")
         self._linear = linear
         self._attention = attention
-        self._aa = self._ab = self._bb = self._sa = self._sb = 0.0
-        self._rates: tuple[float, float] | None = None
+        self._fit = Fit(_SPREAD, gain=_GAIN, patience=_PATIENCE)
         self._late = _LATE_START
+        self._typical = 0.0
+        self._checks = Ratios()
 
     @property
     def known(self) -> bool:
-        """Whether anything was observed yet."""
-        return self._rates is not None
+        """Whether anything was observed, or loaded, yet."""
+        return self._fit.rates is not None
+
+    @property
+    def rates(self) -> tuple[float, float, float] | None:
+        """``(k0, k1, k2)``: seconds a tile-layer, a unit of each part of :meth:`work`; or None.
+
+        The cost of any set of ``n`` cells is ``k0 * n + k1 * A + k2 * B`` with the sums of their
+        work.
+        """
+        return self._fit.rates
+
+    def work(self, tile: Tile) -> tuple[float, float]:
+        """FLOPs of one layer of ``tile``: linear, and attention over all keys before its tokens."""
+        start, stop = tile.start, tile.stop
+        width = stop - start
+        return self._linear * width, self._attention * width * (start + stop) * 0.5
 
     def layer_seconds(self, tile: Tile) -> float | None:
         """Predicted seconds of one layer of ``tile``, or None when nothing is known."""
-        if self._rates is None:
+        rates = self._fit.rates
+        if rates is None:
             return None
-        a, b = self._work(tile)
-        return self._rates[0] * a + self._rates[1] * b
+        start, stop = tile.start, tile.stop
+        per_token = rates[1] * self._linear + rates[2] * self._attention * 0.5 * (start + stop)
+        return rates[0] + per_token * (stop - start)
 
     @property
     def lateness(self) -> float:
@@ -58,37 +85,37 @@ class ComputeModel:
         return self._late
 
     def observe(self, tile: Tile, seconds: float) -> None:
-        """One layer of ``tile`` took ``seconds``."""
-        if seconds <= 0.0 or tile.width == 0:
+        """One layer of ``tile`` took ``seconds``; what is no positive number is ignored."""
+        if not 0.0 < seconds < float("inf") or tile.stop <= tile.start:
             return
-        a, b = self._work(tile)
-        expected = self.layer_seconds(tile)
-        if expected is not None:
-            late = min(max(seconds / expected - 1, 0.0), 1.0)
-            self._late += _LATE_MEMORY * (late - self._late)
-            seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
-        a, b = a / seconds, b / seconds
-        self._aa = self._aa * _FORGET + a * a
-        self._ab = self._ab * _FORGET + a * b
-        self._bb = self._bb * _FORGET + b * b
-        self._sa = self._sa * _FORGET + a
-        self._sb = self._sb * _FORGET + b
-        self._rates = self._solve()
+        a, b = self.work(tile)
+        if self._fit.rates is None:
+            # All of it is work at one rate; the update says how little one observation knows.
+            rate = seconds / (a + b)
+            self._fit.start((seconds, rate, rate), (0.0, 1.0, 1.0))
+            self._fit.observe(1.0, a, b, seconds)
+            self._typical = seconds
+            return
+        ratio = self._fit.observe(1.0, a, b, seconds)
+        self._late += _LATE_MEMORY * (min(max(ratio - 1.0, 0.0), 1.0) - self._late)
+        self._typical = seconds
+        self._checks.append(ratio)
 
-    def _work(self, tile: Tile) -> tuple[float, float]:
-        return (
-            self._linear * tile.width,
-            self._attention * tile.width * (tile.start + tile.width / 2),
-        )
+    def take_checks(self) -> list[float]:
+        """What layers took over what was predicted, since the last call (the latest few hundred)."""
+        return self._checks.take()
 
-    def _solve(self) -> tuple[float, float]:
-        """Minimise the squared relative errors plus ``ridge * (k1 - k2)**2``, both rates >= 0."""
-        ridge = _PRIOR * (self._aa + self._bb)
-        aa, ab, bb = self._aa + ridge, self._ab - ridge, self._bb + ridge
-        determinant = aa * bb - ab * ab
-        same = (self._sa + self._sb) / (self._aa + 2 * self._ab + self._bb)
-        if determinant <= 1e-12 * aa * bb:
-            return same, same
-        k1 = (self._sa * bb - self._sb * ab) / determinant
-        k2 = (self._sb * aa - self._sa * ab) / determinant
-        return (k1, k2) if k1 > 0 and k2 > 0 else (same, same)
+    # -- from one process to the next ----------------------------------------------------------
+
+    def profile(self) -> ComputeProfile | None:
+        """What is known, to be kept; None when nothing is."""
+        rates = self._fit.rates
+        return None if rates is None else ComputeProfile(*rates, typical=self._typical)
+
+    def prime(self, profile: ComputeProfile) -> None:
+        """Begin with what was known once. A handful of observations outweighs it."""
+        launch = profile.launch / profile.typical
+        self._typical = profile.typical
+        units = (profile.typical, profile.linear, profile.attention)
+        self._fit.start(units, (launch, 1.0, 1.0), _PRIMED)
+

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from cacheflow.types import (
+    CostChecked,
     LayersComputed,
     LoadEnded,
     LoadOutcome,
@@ -27,6 +28,7 @@ _SECONDS: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0),
 )
+_ERRORS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 100.0)
 
 
 class PrometheusObserver:
@@ -83,6 +85,13 @@ class PrometheusObserver:
             ("tier", "reason"),
             registry=registry,
         )
+        self._cost_error = Histogram(
+            "cacheflow_cost_error",
+            "How far outcomes were from predictions, as a share of these: a median a restore.",
+            ("kind",),
+            buckets=_ERRORS,
+            registry=registry,
+        )
         self._busy_until: dict[tuple[str, str], float] = {}
 
     def __call__(self, event: Event) -> None:
@@ -110,6 +119,8 @@ class PrometheusObserver:
                 self._restore.labels(event.policy, event.outcome).observe(seconds)
                 for source, cells in event.cells.items():
                     self._tokens.labels(source).inc(cells / event.num_layers)
+            case CostChecked():
+                self._cost_error.labels(event.kind).observe(abs(event.ratio - 1.0))
             case _:
                 pass
 

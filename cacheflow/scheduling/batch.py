@@ -1,18 +1,21 @@
 """The decision core: what the compute worker and every channel should do next.
 
 Synchronous and free of I/O: it is told what ended and asked what to begin; the awaits live in
-``cacheflow.restore``. Runs the same in virtual time. Requests are served first come, first served,
-compute and channels on the same request from its two ends; what one of them leaves idle goes to
-the next request in order.
+``cacheflow.restore``. Runs the same in virtual time. Every resource has a priority queue of the
+requests it may turn to; the objective (or the policy's own order) ranks them. A resource asks the
+most urgent request first, and what that one leaves idle goes to the next.
 """
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.frontier import Frontier
+from cacheflow.scheduling.order import COMPUTE, load_objective
 from cacheflow.scheduling.outlook import Outlook
+from cacheflow.scheduling.queue import Queue
 from cacheflow.types import Claim, ComputeBatch, Load
 
 if TYPE_CHECKING:
@@ -20,29 +23,47 @@ if TYPE_CHECKING:
 
     from cacheflow.clock import Clock
     from cacheflow.costs import ChannelModel, ComputeModel
+    from cacheflow.scheduling.frontier import Reach
     from cacheflow.scheduling.policies import Policy
+    from cacheflow.scheduling.queue import Rank
     from cacheflow.types import ComputeDone, Coverage, RequestSpec, TileWork
 
 __all__ = ["BatchScheduler"]
 
 _MAX_LOAD_BYTES: Final = 16 << 20
+_INFINITE: Final = float("inf")
 
 
 class BatchScheduler:
-    """Claims of all requests of one engine. Loop-owned, except :meth:`claim` (compute thread)."""
+    """Claims of all requests of one engine. Loop-owned, except :meth:`claim` (compute thread).
+
+    ``objective``: what the order of requests is for (``tail``, ``mean``, ``deadline``,
+    ``makespan``), unless a request's policy brings an order of its own.
+
+    Raises:
+        ConfigError: there is no such objective.
+    """
 
     def __init__(
         self,
         compute: ComputeModel,
         clock: Clock,
         *,
+        objective: str = "tail",
         max_load_bytes: int = _MAX_LOAD_BYTES,
         claim_ahead: int = 0,
     ) -> None:
         self._clock = clock
+        self._order = load_objective(objective)
         self._outlook = Outlook(compute, max_load_bytes=max_load_bytes, claim_ahead=claim_ahead)
+        self._gate = self._outlook.gate
         self._requests: dict[str, Frontier] = {}
+        self._numbers: dict[str, int] = {}
         self._ids = count(1)
+        self._compute = Queue()
+        self._channels: dict[str, Queue] = {}
+        self._timers: list[tuple[float, str]] = []
+        self._wake: dict[str, float] = {}
 
     def channel(self, name: str) -> ChannelModel:
         """The cost model of a channel (made on first use)."""
@@ -54,21 +75,37 @@ class BatchScheduler:
         """Nothing known yet of what is stored: compute may start."""
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already admitted")
-        self._requests[request.id] = Frontier(request, policy, self._outlook)
+        with self._gate:
+            frontier = Frontier(request, policy, self._outlook)
+            self._requests[request.id] = frontier
+            self._numbers[request.id] = next(self._ids)
+            self._changed(frontier, self._clock.now())
 
     def extend_coverage(self, request_id: str, coverage: Coverage) -> None:
         """A tier answered: its channel can deliver these cells."""
-        if request_id in self._requests:
-            self._requests[request_id].extend(coverage)
+        frontier = self._requests.get(request_id)
+        if frontier is not None:
+            with self._gate:
+                frontier.extend(coverage)
+                self._channels.setdefault(coverage.channel, Queue())
+                if frontier.policy.plans:
+                    frontier.plan(*self._backlog(frontier))
+                self._changed(frontier, self._clock.now())
 
     def cancel(self, request_id: str) -> None:
         """Claim nothing more for the request; claims in progress end on their own."""
-        if request_id in self._requests:
-            self._requests[request_id].cancelled = True
+        frontier = self._requests.get(request_id)
+        if frontier is not None:
+            with self._gate:
+                frontier.cancelled = True
+                self._forget(frontier)
 
     def remove(self, request_id: str) -> None:
         """Forget a request whose work has all ended."""
-        self._requests.pop(request_id, None)
+        self.cancel(request_id)
+        with self._gate:
+            self._requests.pop(request_id, None)
+            self._numbers.pop(request_id, None)
 
     def restored(self, request_id: str) -> bool:
         """Whether every cell of the prefix is ready."""
@@ -81,89 +118,235 @@ class BatchScheduler:
     def paused_tiles(self, request_id: str) -> list[int]:
         """First tokens of tiles whose hidden state the engine may drop; each is named once."""
         frontier = self._requests.get(request_id)
-        return [] if frontier is None else frontier.paused()
+        if frontier is None:
+            return []
+        with self._gate:
+            return frontier.paused()
 
     # -- compute -------------------------------------------------------------------------------
 
     def next_compute(self, now: float) -> ComputeBatch | None:
         """Work for the compute worker, or None until something ends or :meth:`wake_at`."""
-        for frontier in self._requests.values():
-            if not frontier.cancelled:
-                work = frontier.next_work(now)
+        with self._gate:
+            self._wake_up(now)
+            parked, waiting = self._compute.parked(), self._compute.waiting()
+            if parked is not None and (waiting is None or parked < waiting):
+                work = self._ask_compute(parked[1], now, is_first=True)
                 if work is not None:
-                    return ComputeBatch((work,))
+                    return work
+            while (waiting := self._compute.waiting()) is not None:
+                if self._moved(self._compute, COMPUTE, waiting, now):
+                    continue
+                parked = self._compute.parked()
+                work = self._ask_compute(
+                    waiting[1], now, is_first=parked is None or waiting < parked
+                )
+                if work is not None:
+                    return work
         return None
 
     def wake_at(self, now: float) -> float:
         """When to ask :meth:`next_compute` again although nothing ended (may be infinite)."""
-        live = (f for f in self._requests.values() if not f.cancelled)
-        return min((f.wake_at(now) for f in live), default=float("inf"))
+        with self._gate:
+            while self._timers:
+                when, request_id = self._timers[0]
+                if self._wake.get(request_id) == when:
+                    return when
+                heappop(self._timers)
+        return _INFINITE
 
     def claim(self, work: TileWork, layer: int) -> Claim:
         """May the compute thread push ``work`` through ``layer``? Thread-safe, microseconds."""
-        now = self._clock.now()
-        frontier = self._requests.get(work.request_id)
-        answer = Claim.REFUSED if frontier is None else frontier.claim(work, layer, now)
-        learn = answer is not Claim.REFUSED and not work.is_suffix
-        with self._outlook.gate:
+        with self._gate:
+            now = self._clock.now()
+            frontier = self._requests.get(work.request_id)
+            answer = Claim.REFUSED
+            begins = layer == work.first_layer
+            if frontier is not None and (begins or not self._overtaken(frontier, now)):
+                answer = frontier.claim(work, layer, now)
+            learn = answer is not Claim.REFUSED and not work.is_suffix
             self._outlook.claimed(work.tile if learn else None, now)
         return answer
 
     def computed(self, done: ComputeDone) -> None:
         """The compute worker returned from ``done.work``."""
-        with self._outlook.gate:
-            self._outlook.claimed(None, self._clock.now())
-        frontier = self._requests.get(done.work.request_id)
-        if frontier is not None:
-            frontier.returned(done.work, done.next_layer)
+        now = self._clock.now()
+        with self._gate:
+            self._outlook.claimed(None, now)
+            frontier = self._requests.get(done.work.request_id)
+            if frontier is not None:
+                frontier.returned(done.work, done.next_layer)
+                frontier.computing = False
+                self._changed(frontier, now)
+
+    def _ask_compute(self, request_id: str, now: float, *, is_first: bool) -> ComputeBatch | None:
+        frontier = self._requests[request_id]
+        frontier.is_first_to_compute = is_first
+        work = frontier.next_work(now)
+        if work is None:
+            self._park_compute(frontier, now)
+            return None
+        frontier.begin(work)
+        frontier.computing = True
+        frontier.turn_compute_away(False)
+        self._compute.drop(request_id)
+        self._wake.pop(request_id, None)
+        return ComputeBatch((work,))
+
+    def _park_compute(self, frontier: Frontier, now: float) -> None:
+        self._compute.park(frontier.spec.id, self._rank(frontier, COMPUTE, now))
+        frontier.turn_compute_away(True)
+        when = frontier.wake_at(now)
+        if when < _INFINITE:
+            self._wake[frontier.spec.id] = when
+            heappush(self._timers, (when, frontier.spec.id))
+        else:
+            self._wake.pop(frontier.spec.id, None)
+
+    def _wake_up(self, now: float) -> None:
+        """Requests whose loads are late by now wait for compute again."""
+        while self._timers and self._timers[0][0] <= now:
+            when, request_id = heappop(self._timers)
+            if self._wake.get(request_id) == when:
+                del self._wake[request_id]
+                frontier = self._requests[request_id]
+                self._compute.put(request_id, self._rank(frontier, COMPUTE, now))
+
+    def _overtaken(self, frontier: Frontier, now: float) -> bool:
+        """Whether a request that waits for compute is more urgent than the one computing, by more
+        than the layer about to be computed: turning back and forth has a price."""
+        waiting = self._compute.waiting()
+        if waiting is None:
+            return False
+        (priority, key, _), _ = waiting
+        own_priority, own_key, _ = self._rank(frontier, COMPUTE, now)
+        if priority != own_priority:
+            return priority < own_priority
+        return key + frontier.layer_cost < own_key
 
     # -- loads ---------------------------------------------------------------------------------
 
     def next_load(self, channel: str, now: float) -> Load | None:
         """The load to start on ``channel`` now, claimed; None until something ends."""
-        if not self._outlook.has_room(channel):
+        queue = self._channels.get(channel)
+        if queue is None:
             return None
-        for request_id, frontier in self._requests.items():
-            reach = frontier.next_reach(channel, now)
-            if reach is not None:
-                expected = self._outlook.load_seconds(channel, reach.nbytes, now)
-                load = Load(
-                    id=next(self._ids),
-                    request_id=request_id,
-                    channel=channel,
-                    tile=reach.tile,
-                    layers=reach.layers,
-                    chunks=reach.chunks,
-                    nbytes=reach.nbytes,
-                    expected_seconds=float("inf") if expected is None else expected,
-                )
-                frontier.start(load)
-                with self._outlook.gate:
-                    self.channel(channel).started(load.id, load.nbytes, now)
-                return load
+        with self._gate:
+            if not self._outlook.has_room(channel):
+                return None
+            parked, waiting = queue.parked(), queue.waiting()
+            if parked is not None and (waiting is None or parked < waiting):
+                load = self._ask_channel(channel, queue, parked, now, is_first=True)
+                if load is not None:
+                    return load
+            while (waiting := queue.waiting()) is not None:
+                if self._moved(queue, channel, waiting, now):
+                    continue
+                parked = queue.parked()
+                is_first = parked is None or waiting < parked
+                load = self._ask_channel(channel, queue, waiting, now, is_first=is_first)
+                if load is not None:
+                    return load
         return None
 
     def commit(self, load: Load) -> int:
         """Layers (bitmap) of a verified load to publish; compute has begun to write the others."""
         frontier = self._requests.get(load.request_id)
-        return 0 if frontier is None else frontier.commit(load)
+        if frontier is None:
+            return 0
+        with self._gate:
+            return frontier.commit(load)
 
     def loaded(self, load: Load, layers: int, now: float) -> None:
         """The load was published (``layers``: what :meth:`commit` granted)."""
-        self._ended(load, now, delivered=True)
-        frontier = self._requests.get(load.request_id)
-        if frontier is not None:
-            frontier.landed(load, layers)
+        with self._gate:
+            self._outlook.channel(load.channel).ended(load.id, now, delivered=True)
+            frontier = self._requests.get(load.request_id)
+            if frontier is not None:
+                frontier.landed(load, layers)
+                self._changed(frontier, now)
 
     def failed(self, load: Load, now: float, *, chunks: Sequence[int], late: bool = False) -> None:
         """The load failed for ``chunks``; ``late``: its channel is not to be waited for again."""
-        self._ended(load, now, delivered=False)
-        frontier = self._requests.get(load.request_id)
-        if frontier is not None:
-            frontier.lost(load, chunks)
-            if late:
-                frontier.drop_channel(load.channel)
+        with self._gate:
+            self._outlook.channel(load.channel).ended(load.id, now, delivered=False)
+            frontier = self._requests.get(load.request_id)
+            if frontier is not None:
+                frontier.lost(load, chunks)
+                if late:
+                    frontier.drop_channel(load.channel)
+                self._changed(frontier, now)
 
-    def _ended(self, load: Load, now: float, *, delivered: bool) -> None:
-        with self._outlook.gate:
-            self.channel(load.channel).ended(load.id, now, delivered=delivered)
+    def _ask_channel(
+        self, channel: str, queue: Queue, entry: tuple[Rank, str], now: float, *, is_first: bool
+    ) -> Load | None:
+        rank, request_id = entry
+        frontier = self._requests[request_id]
+        frontier.is_first_to_load = is_first
+        reach = frontier.next_reach(channel, now)
+        if reach is None:
+            queue.park(request_id, rank)
+            frontier.turn_away(channel, True)
+            return None
+        frontier.turn_away(channel, False)
+        queue.put(request_id, rank)
+        return self._start(frontier, channel, reach, now)
+
+    def _start(self, frontier: Frontier, channel: str, reach: Reach, now: float) -> Load:
+        load = Load(
+            id=next(self._ids),
+            request_id=frontier.spec.id,
+            channel=channel,
+            tile=reach.tile,
+            layers=reach.layers,
+            chunks=reach.chunks,
+            nbytes=reach.nbytes,
+        )
+        frontier.start(load)
+        self._outlook.channel(channel).started(load.id, load.nbytes, now)
+        return load
+
+    # -- queues --------------------------------------------------------------------------------
+
+    def _rank(self, frontier: Frontier, resource: str, now: float) -> Rank:
+        order = frontier.policy.order or self._order
+        key = order.key(frontier, resource, now)
+        return -frontier.spec.priority, key, self._numbers[frontier.spec.id]
+
+    def _moved(self, queue: Queue, resource: str, entry: tuple[Rank, str], now: float) -> bool:
+        """Whether the most urgent request is not that any more, ranked by what is known now."""
+        stored, request_id = entry
+        rank = self._rank(self._requests[request_id], resource, now)
+        if rank <= stored:
+            return False
+        queue.put(request_id, rank)
+        return queue.waiting() != (rank, request_id)
+
+    def _changed(self, frontier: Frontier, now: float) -> None:
+        """Something of the request ended or became known: every resource may want it again."""
+        if frontier.cancelled:
+            return
+        request_id = frontier.spec.id
+        if not frontier.computing:
+            if self._compute.is_parked(request_id) and frontier.next_work(now) is None:
+                # Putting it back to be asked in vain would only interrupt whoever computes.
+                self._park_compute(frontier, now)
+            else:
+                frontier.turn_compute_away(False)
+                self._compute.put(request_id, self._rank(frontier, COMPUTE, now))
+        for channel in frontier.channels:
+            frontier.turn_away(channel, False)
+            self._channels[channel].put(request_id, self._rank(frontier, channel, now))
+
+    def _backlog(self, frontier: Frontier) -> tuple[float, float]:
+        """Seconds of compute and of loads planned for all requests but ``frontier``."""
+        others = [f.planned() for f in self._requests.values() if f is not frontier]
+        return sum(compute for compute, _ in others), sum(load for _, load in others)
+
+    def _forget(self, frontier: Frontier) -> None:
+        frontier.turn_compute_away(False)
+        self._compute.drop(frontier.spec.id)
+        self._wake.pop(frontier.spec.id, None)
+        for channel in frontier.channels:
+            frontier.turn_away(channel, False)
+            self._channels[channel].drop(frontier.spec.id)

@@ -1,25 +1,60 @@
 """What is expected, in seconds: the cost models as the scheduler's questions.
 
-Holds the compute model, one model a channel, and what the compute thread is at. Decides nothing.
+Holds the compute model, one model a channel, what the compute thread is at, and how much work of
+more urgent requests each resource has before it. Decides nothing.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from math import sqrt
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.costs import ChannelModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from cacheflow.costs import ComputeModel
     from cacheflow.types import Tile
 
-__all__ = ["Outlook"]
+__all__ = ["Outlook", "Work"]
 
 _DEPTH_SECONDS: Final = 0.02
 """Loads in flight should cover this much of a channel's time, so that it never runs dry."""
+_INFINITE: Final = float("inf")
+
+
+@dataclass(slots=True)
+class Work:
+    """An amount of compute: tile-layers, and their work in the compute model's two terms.
+
+    Linear in all three, so that what is left of a request can be kept up to date by differences
+    while the rates behind them are learned.
+    """
+
+    count: int = 0
+    linear: float = 0.0
+    attention: float = 0.0
+
+    def add(self, count: int, work: tuple[float, float]) -> None:
+        """``count`` more layers of a tile with ``work`` a layer (fewer if negative)."""
+        self.count += count
+        if self.count:
+            self.linear += count * work[0]
+            self.attention += count * work[1]
+        else:
+            self.linear = self.attention = 0.0
+
+    def add_all(self, other: Work, sign: int) -> None:
+        """Plus (or minus) all of ``other``."""
+        self.count += sign * other.count
+        if self.count:
+            self.linear += sign * other.linear
+            self.attention += sign * other.attention
+        else:
+            self.linear = self.attention = 0.0
 
 
 class Outlook:
@@ -34,6 +69,10 @@ class Outlook:
         """Held by whoever asks or tells anything here while the compute thread may do so too."""
         self.compute = compute
         self.channels: dict[str, ChannelModel] = {}
+        self.bytes_ahead: dict[str, int] = {}
+        """Left to be asked of each channel by requests that compute has turned away from."""
+        self.work_ahead: dict[str, Work] = {}
+        """Left to be computed of requests that each channel has turned away from."""
         self._max_load_bytes = max_load_bytes
         self._claim_ahead = claim_ahead
         self._current: Tile | None = None
@@ -42,17 +81,31 @@ class Outlook:
 
     def channel(self, name: str) -> ChannelModel:
         """The model of channel ``name``, made on first use."""
-        return self.channels.setdefault(name, ChannelModel())
+        model = self.channels.get(name)
+        if model is None:
+            model = self.channels[name] = ChannelModel()
+            self.bytes_ahead[name] = 0
+            self.work_ahead[name] = Work()
+        return model
 
     # -- compute -------------------------------------------------------------------------------
 
-    def layer_seconds(self, tile: Tile) -> float | None:
-        return self.compute.layer_seconds(tile)
+    def layer_seconds(self, work: tuple[float, float]) -> float | None:
+        """One layer of a tile with ``work``."""
+        rates = self.compute.rates
+        return None if rates is None else rates[0] + rates[1] * work[0] + rates[2] * work[1]
 
-    def layer_bound(self, tile: Tile) -> float | None:
+    def layer_bound(self, work: tuple[float, float]) -> float | None:
         """Seconds within which a layer is done nearly always: late compute cannot be taken back."""
-        seconds = self.compute.layer_seconds(tile)
+        seconds = self.layer_seconds(work)
         return None if seconds is None else seconds * (1 + 2 * self.compute.lateness)
+
+    def seconds(self, work: Work) -> float | None:
+        """All of ``work``, one after the other."""
+        rates = self.compute.rates
+        if rates is None:
+            return None
+        return rates[0] * work.count + rates[1] * work.linear + rates[2] * work.attention
 
     def claimed(self, tile: Tile | None, now: float) -> None:
         """The compute thread begins a layer of ``tile`` (None: it stops); learns from the last."""
@@ -79,44 +132,28 @@ class Outlook:
         model = self.channel(channel)
         return model.left(model.in_flight_bytes + nbytes, now)
 
-    def loads_left(self, free: Mapping[str, int], now: float) -> float | None:
-        """Seconds until all in flight and all ``free`` bytes of every channel would be there.
-
-        None while a channel that is needed has shown nothing; 0 when nothing is left to load.
-        """
-        longest = 0.0
-        for name, nbytes in free.items():
-            model = self.channel(name)
-            if nbytes or model.in_flight:
-                seconds = model.left(model.in_flight_bytes + nbytes, now)
-                if seconds is None:
-                    return None
-                longest = max(longest, seconds)
-        return longest
-
-    def transfer_seconds(self, free: Mapping[str, int]) -> float:
+    def transfer_seconds(self, channel: str, nbytes: int) -> float:
         """The same by bandwidth alone, as if nothing were late (0 where nothing is known)."""
-        longest = 0.0
-        for name, nbytes in free.items():
-            model = self.channel(name)
-            if model.bandwidth:
-                longest = max(longest, (model.in_flight_bytes + nbytes) / model.bandwidth)
-        return longest
+        model = self.channel(channel)
+        bandwidth = model.bandwidth
+        return (model.in_flight_bytes + nbytes) / bandwidth if bandwidth else 0.0
 
-    def flip(self, free: Mapping[str, int], seconds: float, now: float) -> float:
-        """When :meth:`loads_left` will exceed ``seconds`` if nothing is delivered before."""
-        times = [float("inf")]
-        for name, nbytes in free.items():
+    def shared_seconds(self, channels: Mapping[str, int], nbytes: int) -> float:
+        """``nbytes`` that several channels have, each giving what it can."""
+        total, queued = 0.0, nbytes
+        for name in channels:
             model = self.channel(name)
-            times.append(model.slower_than(seconds, model.in_flight_bytes + nbytes, now))
-        return min(times)
+            total += model.bandwidth or 0.0
+            queued += model.in_flight_bytes
+        return queued / total if total else 0.0
 
     def has_room(self, channel: str) -> bool:
         """Whether another load would keep the channel busy rather than queue behind it."""
         model = self.channel(channel)
-        if model.bandwidth is None:
+        bandwidth = model.bandwidth
+        if bandwidth is None:
             return model.in_flight == 0
-        return model.in_flight < 2 or model.in_flight_bytes < model.bandwidth * _DEPTH_SECONDS
+        return model.in_flight < 2 or model.in_flight_bytes < bandwidth * _DEPTH_SECONDS
 
     def unit_layers(
         self, channel: str, stride: int, free: int, parts: int, least_seconds: float
@@ -126,37 +163,35 @@ class Outlook:
         One while its bandwidth is unknown: a probe should cost little.
         """
         model = self.channel(channel)
-        if not model.bandwidth:
+        bandwidth = model.bandwidth
+        if not bandwidth:
             return 1
         share = (model.in_flight_bytes + free) / parts
-        nbytes = min(max(share, model.bandwidth * least_seconds), self._max_load_bytes)
+        nbytes = min(max(share, bandwidth * least_seconds), self._max_load_bytes)
         return max(1, int(nbytes / stride))
 
     # -- both ----------------------------------------------------------------------------------
 
-    def gain(
-        self, cells: Iterable[tuple[Tile, int]], free: Mapping[str, int], now: float
-    ) -> float | None:
-        """Share of the load-only time saved when recompute takes cells from the front.
+    def meeting(self, work: Work, load: float | None, head_start: float = 0.0) -> float | None:
+        """Seconds until both ends together would have done ``work``, all loadable in ``load``.
 
-        ``cells``: tiles in order with their number of free cells. Fluid: the two meet where the
-        seconds to compute what is before equal the seconds to load what is behind.
+        Fluid: with a share ``x`` computed from the front, ``linear * x + attention * x**2 +
+        head_start == load * (1 - x)``, since attention makes late cells dearer than early ones and
+        a byte is a byte. ``head_start``: seconds for which loads may go on after compute has done
+        its share. None while compute is unknown.
         """
-        load = self.loads_left(free, now)
-        if load is None or not self.compute.known:
+        compute = self.seconds(work)
+        rates = self.compute.rates
+        if compute is None or rates is None:
             return None
-        cells = [(tile, count) for tile, count in cells if count]
-        size = sum(tile.width * count for tile, count in cells)
-        if load <= 0.0 or not size:
-            return 0.0
-        spent, taken = 0.0, 0.0
-        for tile, count in cells:
-            cost = (self.layer_seconds(tile) or 0.0) * count
-            share = tile.width * count / size
-            remaining = load * (1 - taken)
-            if spent + cost >= remaining - load * share:
-                # Meets inside this tile: spent + x * cost == load * (1 - taken - x * share).
-                part = (remaining - spent) / (cost + load * share)
-                return 1 - (spent + part * cost) / load
-            spent, taken = spent + cost, taken + share
-        return 1 - spent / load
+        if load is None:
+            return compute + head_start
+        rest = load - head_start
+        if rest <= 0.0 or compute <= 0.0:
+            return max(load, 0.0)
+        square = rates[2] * work.attention
+        line = compute - square + load
+        if square <= 1e-9 * line:
+            return load * (1 - rest / line)
+        share = (sqrt(line * line + 4 * square * rest) - line) / (2 * square)
+        return load * (1 - share)

@@ -1,19 +1,19 @@
 """The state of one tile of one request: which of its cells are ready, claimed or loadable.
 
-Layers are bits of an integer. Pure state: no locks, clocks or costs.
+Layers are bits of an integer. What decisions ask for is kept up to date when something changes
+(:meth:`TileState.refresh`), so that asking costs nothing. Pure state: no locks, clocks or costs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from cacheflow.types import Load, Span, Tile
 
-__all__ = ["ChunkState", "TileState", "bits"]
+__all__ = ["Part", "TileState", "bits"]
 
 
 def bits(span: Span) -> int:
@@ -21,54 +21,77 @@ def bits(span: Span) -> int:
     return (1 << span.stop) - (1 << span.start)
 
 
-@dataclass(slots=True)
-class ChunkState:
-    """Where one chunk can come from, and which of its layers are on the way or here."""
+class Part:
+    """Chunks of a tile that have the same sources and the same fate, mostly all of them."""
 
-    sources: list[tuple[str, int]] = field(default_factory=list)
-    """``(channel, layers)`` in order of preference; an earlier channel hides a later one."""
-    in_flight: int = 0
-    loaded: int = 0
+    __slots__ = ("chunks", "in_flight", "loaded", "sources")
 
-    @property
-    def available(self) -> int:
-        mask = self.loaded
-        for _, layers in self.sources:
-            mask |= layers
-        return mask
+    def __init__(
+        self,
+        chunks: tuple[int, ...],
+        sources: dict[str, int] | None = None,
+        in_flight: int = 0,
+        loaded: int = 0,
+    ) -> None:
+        self.chunks = chunks
+        self.sources: dict[str, int] = dict(sources or {})
+        """Layers that each channel has."""
+        self.in_flight = in_flight
+        self.loaded = loaded
 
-    def wanted_from(self, channel: str) -> int:
-        """Layers that ``channel`` should deliver and has not been asked for yet."""
-        hidden = self.loaded | self.in_flight
-        for name, layers in self.sources:
-            if name == channel:
-                return layers & ~hidden
-            hidden |= layers
-        return 0
-
-    def forget(self, channel: str, layers: int) -> None:
-        """``channel`` does not have those layers after all."""
-        self.sources = [
-            (name, mask & ~layers if name == channel else mask) for name, mask in self.sources
-        ]
+    def copy(self, chunks: tuple[int, ...]) -> Part:
+        """The same fate for other chunks."""
+        return Part(chunks, self.sources, self.in_flight, self.loaded)
 
 
 class TileState:
     """Cells of one tile. ``low`` is the layer its hidden state is at (0: none was computed)."""
 
-    __slots__ = ("_copying", "chunks", "first_chunk", "full", "low", "ready", "running", "tile")
+    __slots__ = (
+        "_copying",
+        "counts",
+        "free",
+        "full",
+        "in_flight",
+        "loadable",
+        "low",
+        "must",
+        "only",
+        "parts",
+        "ready",
+        "running",
+        "tile",
+        "union",
+        "wanted",
+        "work",
+    )
 
-    def __init__(self, tile: Tile, num_layers: int, chunk_tokens: int) -> None:
+    def __init__(
+        self, tile: Tile, num_layers: int, chunk_tokens: int, work: tuple[float, float]
+    ) -> None:
         self.tile = tile
+        self.work = work
+        """Of one layer, in the compute model's own terms."""
         self.full = (1 << num_layers) - 1
-        self.first_chunk = tile.start // chunk_tokens
-        self.chunks = [ChunkState() for _ in range(tile.width // chunk_tokens)]
+        first = tile.start // chunk_tokens
+        self.parts = [Part(tuple(range(first, first + tile.width // chunk_tokens)))]
         self.ready = 0
         """Computed (or enqueued on the compute stream) or published."""
         self._copying: dict[int, int] = {}
         """Layers that each load (by id) may copy in: parts of one cell can come from several."""
         self.low = 0
         self.running = False
+        # Derived, see refresh().
+        self.loadable = self.in_flight = self.must = self.free = 0
+        self.wanted: dict[str, int] = {}
+        """Layers that each channel could usefully be asked for now."""
+        self.counts: dict[str, int] = {}
+        """How many (chunk, layer) that is."""
+        self.only: dict[str, int] = {}
+        """How many of them no other channel has."""
+        self.union = 0
+        """How many (chunk, layer) any channel could be asked for."""
+        self.refresh()
 
     @property
     def committing(self) -> int:
@@ -82,52 +105,81 @@ class TileState:
     def complete(self) -> bool:
         return self.ready == self.full
 
-    @property
-    def loadable(self) -> int:
-        """Layers that every chunk of the tile has, will have or can get."""
-        mask = self.full
-        for chunk in self.chunks:
-            mask &= chunk.available
-        return mask
+    def refresh(self) -> None:
+        """Derive what decisions ask for from what happened.
 
-    @property
-    def in_flight(self) -> int:
-        mask = 0
-        for chunk in self.chunks:
-            mask |= chunk.in_flight
-        return mask & ~self.ready
-
-    @property
-    def must(self) -> int:
-        """Compute has to pass layers ``[0, must)``: the highest one cannot be loaded."""
-        return (self.full & ~(self.loadable | self.ready)).bit_length()
-
-    @property
-    def free(self) -> int:
-        """Cells that nobody has begun."""
-        return self.full & ~self.ready & ~self.in_flight
-
-    def loads_for(self, channel: str) -> int:
-        """Layers of the tile that ``channel`` could usefully be asked for now."""
-        mask = 0
-        for chunk in self.chunks:
-            mask |= chunk.wanted_from(channel)
+        ``loadable``: layers that every chunk has, will have or can get. ``must``: compute has to
+        pass layers ``[0, must)``, since the highest of them cannot be loaded.
+        """
+        loadable, in_flight = self.full, 0
+        for part in self.parts:
+            mask = part.loaded
+            for layers in part.sources.values():
+                mask |= layers
+            loadable &= mask
+            in_flight |= part.in_flight
+        self.loadable = loadable
+        self.in_flight = in_flight & ~self.ready
+        self.free = self.full & ~(self.ready | in_flight)
+        self.must = (self.full & ~(loadable | self.ready)).bit_length()
         floor = max(self.low, self.must)
-        return mask & self.loadable & ~self.ready & ~((1 << floor) - 1)
+        self._want((loadable & ~self.ready) >> floor << floor)
+
+    def _want(self, usable: int) -> None:
+        self.wanted, self.counts, self.only, self.union = {}, {}, {}, 0
+        for part in self.parts:
+            mask = usable & ~(part.loaded | part.in_flight)
+            size = len(part.chunks)
+            union = twice = 0
+            for layers in part.sources.values():
+                twice |= union & layers
+                union |= layers
+            self.union += (union & mask).bit_count() * size
+            for channel, layers in part.sources.items():
+                found = layers & mask
+                if found:
+                    self.wanted[channel] = self.wanted.get(channel, 0) | found
+                    count = found.bit_count() * size
+                    self.counts[channel] = self.counts.get(channel, 0) + count
+                    alone = (found & ~twice).bit_count() * size
+                    self.only[channel] = self.only.get(channel, 0) + alone
 
     def chunks_for(self, channel: str, layer: int) -> tuple[int, ...]:
         """Absolute indices of the chunks that ``channel`` would deliver at ``layer``."""
-        return tuple(
-            self.first_chunk + i
-            for i, chunk in enumerate(self.chunks)
-            if chunk.wanted_from(channel) >> layer & 1
-        )
+        found = [
+            part.chunks
+            for part in self.parts
+            if (part.sources.get(channel, 0) & ~(part.loaded | part.in_flight)) >> layer & 1
+        ]
+        return found[0] if len(found) == 1 else tuple(sorted(sum(found, ())))
+
+    # -- what happens; each is followed by a refresh() -------------------------------------------
+
+    def extend(self, channel: str, layers: Sequence[int]) -> None:
+        """``channel`` has ``layers[chunk]`` (by absolute index; none where it is too short)."""
+        parts = []
+        for part in self.parts:
+            groups: dict[int, list[int]] = {}
+            for chunk in part.chunks:
+                mask = layers[chunk] & self.full if chunk < len(layers) else 0
+                groups.setdefault(mask, []).append(chunk)
+            for mask, chunks in groups.items():
+                new = part.copy(tuple(chunks))
+                if mask:
+                    new.sources[channel] = mask
+                parts.append(new)
+        self.parts = parts
+
+    def forget(self, channel: str) -> None:
+        """``channel`` is not to be counted on any more."""
+        for part in self.parts:
+            part.sources.pop(channel, None)
 
     def claim(self, load: Load) -> None:
         """``load`` is on its way."""
         mask = bits(load.layers)
-        for chunk in self._of(load.chunks):
-            chunk.in_flight |= mask
+        for part in self._of(load.chunks):
+            part.in_flight |= mask
 
     def commit(self, load: Load, layers: int) -> None:
         """``layers`` of ``load`` are being copied in from now on."""
@@ -136,23 +188,42 @@ class TileState:
     def landed(self, load: Load, layers: int) -> None:
         """``load`` ended with ``layers`` in place; cells become ready with their last chunk."""
         mask = bits(load.layers)
-        for chunk in self._of(load.chunks):
-            chunk.in_flight &= ~mask
-            chunk.loaded |= layers
+        for part in self._of(load.chunks):
+            part.in_flight &= ~mask
+            part.loaded |= layers
         everywhere = self.full
-        for chunk in self.chunks:
-            everywhere &= chunk.loaded
+        for part in self.parts:
+            everywhere &= part.loaded
         self._copying.pop(load.id, None)
         self.ready |= everywhere & layers
 
     def lost(self, load: Load, chunks: Iterable[int]) -> None:
         """``load`` failed for ``chunks``: they need another source; the rest may be asked again."""
         mask = bits(load.layers)
-        for chunk in self._of(load.chunks):
-            chunk.in_flight &= ~mask
-        for chunk in self._of(chunks):
-            chunk.forget(load.channel, mask)
+        for part in self._of(load.chunks):
+            part.in_flight &= ~mask
+        for part in self._of(chunks):
+            layers = part.sources.pop(load.channel, 0) & ~mask
+            if layers:
+                part.sources[load.channel] = layers
         self._copying.pop(load.id, None)
 
-    def _of(self, chunks: Iterable[int]) -> list[ChunkState]:
-        return [self.chunks[index - self.first_chunk] for index in chunks]
+    def _of(self, chunks: Iterable[int]) -> list[Part]:
+        """The parts that make up ``chunks``, split off where they were not parts of their own."""
+        if len(self.parts) == 1 and self.parts[0].chunks == chunks:
+            return self.parts
+        wanted = set(chunks)
+        found, parts = [], []
+        for part in self.parts:
+            inside = tuple(chunk for chunk in part.chunks if chunk in wanted)
+            if not inside:
+                parts.append(part)
+                continue
+            if len(inside) < len(part.chunks):
+                outside = tuple(chunk for chunk in part.chunks if chunk not in wanted)
+                parts.append(part.copy(outside))
+                part.chunks = inside
+            parts.append(part)
+            found.append(part)
+        self.parts = parts
+        return found

@@ -8,9 +8,10 @@ schedule can be checked to the microsecond without torch, files or sleeping.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from cacheflow.clock import ManualClock
 from cacheflow.costs import ComputeModel
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Link", "VirtualRun", "make_spec"]
 
+_VAIN_ASKS: Final = 100
+"""Work whose first claim is refused in the same instant: after so many, nothing will change."""
+
 
 def make_spec(
     prefix: int,
@@ -33,12 +37,13 @@ def make_spec(
     chunk: int = 256,
     grid: TileGrid | None = None,
     request_id: str = "r",
+    arrival: float = 0.0,
 ) -> RequestSpec:
     """A request of ``total`` tokens whose first ``prefix`` (whole chunks) may be restored."""
     grid = grid or TileGrid()
     return RequestSpec(
         id=request_id,
-        arrival=0.0,
+        arrival=arrival,
         prefix_tokens=prefix,
         total_tokens=total,
         chunk_tokens=chunk,
@@ -52,7 +57,8 @@ def make_spec(
 class Link:
     """A serial link: a load of ``n`` bytes occupies it for ``n / bandwidth`` and takes ``latency``.
 
-    ``outcome`` decides each load's fate: True delivers, False fails, None never answers.
+    ``outcome`` decides each load's fate: True delivers, False fails, None never answers (whoever
+    decides so may call :meth:`VirtualRun.lose` later).
     """
 
     bandwidth: float
@@ -73,7 +79,10 @@ class Link:
 class VirtualRun:
     """One scheduler, one compute stream, named links; ``run`` until every request is finished.
 
-    ``layer_seconds(tile)`` is the true cost of a layer, unknown to the scheduler.
+    ``layer_seconds(tile)`` is the true cost of a layer, unknown to the scheduler; it may look at
+    :attr:`clock`, and a link's ``bandwidth`` may change, so costs can drift. ``options`` are
+    keywords of :class:`~cacheflow.scheduling.BatchScheduler`. Finished and cancelled requests are
+    removed once their last load has ended.
     """
 
     def __init__(
@@ -83,10 +92,12 @@ class VirtualRun:
         *,
         linear: float = 1.0,
         attention: float = 1e-4,
+        **options: Any,
     ) -> None:
         self.clock = ManualClock()
         self.links = links
-        self.scheduler = BatchScheduler(ComputeModel(linear, attention), self.clock)
+        self.compute = ComputeModel(linear, attention)
+        self.scheduler = BatchScheduler(self.compute, self.clock, **options)
         self.restored_at: dict[str, float] = {}
         self.finished_at: dict[str, float] = {}
         self.writes: list[tuple[str, int, int, str]] = []
@@ -95,24 +106,46 @@ class VirtualRun:
         self._layer_seconds = layer_seconds
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._computing = False
+        self._computing: TileWork | None = None
+        self._pending: set[str] = set()
+        self._flying: Counter[str] = Counter()
+        self._over: set[str] = set()
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Call ``action`` when the clock reads ``when`` (or at the next event, if that is past)."""
+        heapq.heappush(self._events, (when, next(self._order), action))
+
+    def arrive(
+        self, spec: RequestSpec, coverage: Sequence[Coverage] = (), policy: str = "adaptive"
+    ) -> None:
+        """The request will be admitted at ``spec.arrival``."""
+        self._pending.add(spec.id)
+        self.at(spec.arrival, lambda: self.admit(spec, coverage, policy))
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel an admitted request now; it counts as over."""
+        if request_id not in self._over:
+            self.scheduler.cancel(request_id)
+            self._over.add(request_id)
+            self._retire(request_id)
 
     def admit(
         self, spec: RequestSpec, coverage: Sequence[Coverage] = (), policy: str = "adaptive"
     ) -> None:
         """A request arrives now; its lookups answer at once."""
+        self._pending.discard(spec.id)
         self.scheduler.admit(spec, load_policy(policy))
         for each in coverage:
             self.scheduler.extend_coverage(spec.id, each)
 
     def run(self, *requests: str, limit: float = 1e9) -> None:
-        """Until ``requests`` are finished; raises if nothing can happen any more."""
-        while not all(request in self.finished_at for request in requests):
+        """Until ``requests`` are finished or cancelled; raises if nothing can happen any more."""
+        while not self._over.issuperset(requests):
             self._begin_what_can_begin()
             self._note(requests)
-            if all(request in self.finished_at for request in requests):
+            if self._over.issuperset(requests):
                 return
-            timer = self.scheduler.wake_at(self.clock.now()) if not self._computing else limit
+            timer = self.scheduler.wake_at(self.clock.now()) if self._computing is None else limit
             timer = max(timer, self.clock.now() + 1e-4)
             if not self._events and timer >= limit:
                 raise RuntimeError(f"stuck at {self.clock.now()}")
@@ -123,26 +156,47 @@ class VirtualRun:
             else:
                 self._advance(timer)
 
+    def settle(self) -> None:
+        """Let all that is under way end (loads that recompute has overtaken), begin nothing."""
+        while self._events:
+            at, _, action = heapq.heappop(self._events)
+            self._advance(at)
+            action()
+
     def _note(self, requests: Sequence[str]) -> None:
         for request in requests:
+            if request in self._pending or request in self._over:
+                continue
             if request not in self.restored_at and self.scheduler.restored(request):
                 self.restored_at[request] = self.clock.now()
-            if not self._computing and self.scheduler.finished(request):
-                self.finished_at.setdefault(request, self.clock.now())
+            if not self._works_on(request) and self.scheduler.finished(request):
+                self.finished_at[request] = self.clock.now()
+                self._over.add(request)
+                self._retire(request)
+
+    def _works_on(self, request_id: str) -> bool:
+        return self._computing is not None and self._computing.request_id == request_id
+
+    def _retire(self, request_id: str) -> None:
+        over = request_id in self._over and not self._flying[request_id]
+        if over and not self._works_on(request_id):
+            self.scheduler.paused_tiles(request_id)
+            self.scheduler.remove(request_id)
 
     def _advance(self, to: float) -> None:
         self.clock.advance(max(0.0, to - self.clock.now()))
 
-    def _at(self, when: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), action))
-
     def _begin_what_can_begin(self) -> None:
-        if not self._computing:
+        asked = 0
+        while self._computing is None:
             batch = self.scheduler.next_compute(self.clock.now())
-            if batch is not None:
-                self._computing = True
-                work = batch.work[0]
-                self._next_layer(work, work.first_layer)
+            if batch is None:
+                break
+            asked += 1
+            if asked > _VAIN_ASKS:
+                raise RuntimeError(f"{batch.work[0]} is handed out and refused for ever")
+            self._computing = work = batch.work[0]
+            self._next_layer(work, work.first_layer)
         for name in self.links:
             while (load := self.scheduler.next_load(name, self.clock.now())) is not None:
                 self._start(load)
@@ -150,22 +204,24 @@ class VirtualRun:
     def _next_layer(self, work: TileWork, layer: int) -> None:
         answer = self.scheduler.claim(work, layer)
         if answer is Claim.REFUSED:
-            self._computing = False
+            self._computing = None
             self.scheduler.computed(ComputeDone(work, layer, ()))
+            self._retire(work.request_id)
             return
         if answer is Claim.WRITE and not work.is_suffix:
             self.writes.append((work.request_id, work.tile.index, layer, "recompute"))
         seconds = self._layer_seconds(work.tile)
         self.compute_busy += seconds
-        self._at(self.clock.now() + seconds, lambda: self._next_layer(work, layer + 1))
+        self.at(self.clock.now() + seconds, lambda: self._next_layer(work, layer + 1))
 
     def _start(self, load: Load) -> None:
         link = self.links[load.channel]
+        self._flying[load.request_id] += 1
         outcome = link.outcome(load)
         if outcome is None:
             return
         done = link.finish(load.nbytes, self.clock.now())
-        self._at(done, (lambda: self._land(load)) if outcome else (lambda: self._lose(load)))
+        self.at(done, (lambda: self._land(load)) if outcome else (lambda: self.lose(load)))
 
     def _land(self, load: Load) -> None:
         granted = self.scheduler.commit(load)
@@ -173,6 +229,14 @@ class VirtualRun:
             if granted >> layer & 1:
                 self.writes.append((load.request_id, load.tile, layer, load.channel))
         self.scheduler.loaded(load, granted, self.clock.now())
+        self._landed(load)
 
-    def _lose(self, load: Load) -> None:
-        self.scheduler.failed(load, self.clock.now(), chunks=load.chunks)
+    def lose(self, load: Load, chunks: Sequence[int] | None = None, *, late: bool = False) -> None:
+        """``load`` fails now, for all of its chunks or some; ``late``: its channel is given up."""
+        lost = load.chunks if chunks is None else chunks
+        self.scheduler.failed(load, self.clock.now(), chunks=lost, late=late)
+        self._landed(load)
+
+    def _landed(self, load: Load) -> None:
+        self._flying[load.request_id] -= 1
+        self._retire(load.request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cacheflow.types.events import (
+    CostChecked,
     Event,
     LayersComputed,
     LoadEnded,
@@ -60,6 +61,7 @@ __all__ = [
     "Claim",
     "ComputeBatch",
     "ComputeDone",
+    "CostChecked",
     "Coverage",
     "DTYPE_BYTES",
     "Event",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cacheflow.types.geometry import Span
 
 __all__ = [
+    "CostChecked",
     "Event",
     "LayersComputed",
     "LoadEnded",
@@ -126,6 +127,31 @@ class StoreEnded:
     outcome: str
 
 
-Event: TypeAlias = LookedUp | LayersComputed | LoadEnded | Published | RestoreEnded | StoreEnded
+@dataclass(frozen=True, slots=True)
+class CostChecked:
+    """How good predictions were: the median of outcome over prediction since the last check.
+
+    ``kind`` is ``layer`` or ``load`` (of ``channel``); at most one of each a request, told when it
+    has ended. Requests that run at the same time share the outcomes.
+    """
+
+    request_id: str
+    kind: str
+    channel: str
+    ratio: float
+    count: int
+    """Predictions checked."""
+    at: float
+
+
+Event: TypeAlias = (
+    LookedUp
+    | LayersComputed
+    | LoadEnded
+    | Published
+    | RestoreEnded
+    | StoreEnded
+    | CostChecked
+)
 Observer: TypeAlias = "Callable[[Event], None]"
 """Must not raise; what it raises is logged and dropped."""

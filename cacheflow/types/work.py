@@ -46,6 +46,8 @@ class RequestSpec:
 
     ``tiles`` cut the restorable prefix ``[0, prefix_tokens)`` (whole chunks; the last tile may be
     partial); ``suffix`` are the pieces after it, always computed, at least one token in all.
+    ``priority``: higher goes first whatever the objective. ``deadline``: when the first token is
+    wanted, on the scheduler's clock.
     """
 
     id: str
@@ -56,6 +58,8 @@ class RequestSpec:
     num_layers: int
     tiles: tuple[Tile, ...]
     suffix: tuple[Tile, ...]
+    priority: int = 0
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,6 @@ class Load:
     layers: Span
     chunks: tuple[int, ...]
     nbytes: int
-    expected_seconds: float
-    """From now to verified, by the cost model; infinite while nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Policies: who should make a cell ready, given what either way is expected to take.
 
-A policy is three small questions asked in the middle of a decision; it holds no state. The order
-of cells and of requests is not its business.
+A policy is a few small questions asked in the middle of a decision; it holds no state. Most leave
+the order of requests to the scheduler's objective; the published baselines bring their own.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from cacheflow.errors import ConfigError
 from cacheflow.scheduling.policies.adaptive import Adaptive
+from cacheflow.scheduling.policies.cake import Cake, ShortestCake
 from cacheflow.scheduling.policies.single import LoadOnly, RecomputeOnly
+from cacheflow.scheduling.policies.staircase import Staircase
+from cacheflow.scheduling.policies.two_pointer import TwoPointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["POLICIES", "Adaptive", "LoadOnly", "Policy", "RecomputeOnly", "load_policy"]
+    from cacheflow.scheduling.order import Order
+    from cacheflow.scheduling.planned import Planned
+    from cacheflow.types import RequestSpec
+
+__all__ = ["POLICIES", "Policy", "load_policy"]
 
 
 class Policy(Protocol):
@@ -24,6 +31,38 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """What settings call it."""
+        ...
+
+    @property
+    def order(self) -> Order | None:
+        """Which request goes first; None leaves that to the scheduler's objective."""
+        ...
+
+    @property
+    def hedges(self) -> bool:
+        """Whether compute may race a load that has begun."""
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the suffix starts under the last loads, which then come by layer."""
+        ...
+
+    def whole_tiles(self, spec: RequestSpec) -> bool:
+        """Whether a tile is either recomputed or loaded, never split by layer."""
+        ...
+
+    def by_layers(self, spec: RequestSpec) -> bool:
+        """Whether compute and loads take a layer of all tiles before the next layer."""
+        ...
+
+    @property
+    def plans(self) -> bool:
+        """Whether :meth:`plan` is to be asked."""
+        ...
+
+    def plan(self, what: Planned) -> Sequence[int] | None:
+        """Layers of each tile to recompute, fixed on arrival; None to decide cell by cell."""
         ...
 
     def compute(self, compute: float | None, load: float | None) -> bool:
@@ -43,6 +82,10 @@ POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
     Adaptive.name: Adaptive,
     LoadOnly.name: LoadOnly,
     RecomputeOnly.name: RecomputeOnly,
+    Cake.name: Cake,
+    ShortestCake.name: ShortestCake,
+    TwoPointer.name: TwoPointer,
+    Staircase.name: Staircase,
 }
 
 

@@ -8,7 +8,14 @@ out, so that it does not disturb the first.
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cacheflow.scheduling.order import Order
+    from cacheflow.scheduling.planned import Planned
+    from cacheflow.types import RequestSpec
 
 __all__ = ["Adaptive"]
 
@@ -20,6 +27,19 @@ class Adaptive:
     """Whoever is faster, cell by cell."""
 
     name: ClassVar[str] = "adaptive"
+    order: ClassVar[Order | None] = None
+    hedges: ClassVar[bool] = True
+    overlaps: ClassVar[bool] = True
+    plans: ClassVar[bool] = False
+
+    def whole_tiles(self, spec: RequestSpec) -> bool:
+        return False
+
+    def by_layers(self, spec: RequestSpec) -> bool:
+        return False
+
+    def plan(self, what: Planned) -> Sequence[int] | None:
+        return None
 
     def compute(self, compute: float | None, load: float | None) -> bool:
         return compute is None or load is None or compute < load

@@ -1,0 +1,210 @@
+"""Engines for the benchmarks of restores: the trained small model, or a quick random one.
+
+Knows no figures: it parses the options that these benchmarks share and opens what they name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cacheflow.cli.bench_rig import Prompt, Rig, real_tokens
+from cacheflow.cli.output import figures
+from cacheflow.errors import CacheFlowError
+from cacheflow.simulation.bounds import FluidRequest
+from cacheflow.types import LayersComputed
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+
+    from cacheflow.cli.bench_rig import Run
+    from cacheflow.types import Event
+
+__all__ = [
+    "LayerTime",
+    "costs_of",
+    "layer_times",
+    "model_options",
+    "numbers",
+    "opened",
+    "prompts_of",
+    "ratio",
+    "show",
+    "spread",
+    "start",
+]
+
+QUICK_MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+}
+"""About a twelfth of the trained model's work a token, half its attention."""
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """Options that name the engine and the form of the figures."""
+    quick = "random weights, 8 layers of width 256, and shorter prompts: minutes, not an hour"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--model", help="a folder with a model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads")
+    parser.add_argument("--store", help="folder for the stored KV (default: a temporary one)")
+    parser.add_argument("--json", action="store_true", help="figures as JSON, every run in it")
+
+
+def numbers(text: str) -> list[int]:
+    """``"512,1024"`` as integers, for argparse."""
+    return [int(part) for part in text.split(",") if part]
+
+
+def ratio(text: str) -> float:
+    """``"1:3"`` (recompute time to load time) as a number, for argparse."""
+    compute, _, load = text.partition(":")
+    return float(compute) / float(load)
+
+
+@contextlib.asynccontextmanager
+async def opened(options: argparse.Namespace) -> AsyncIterator[Rig]:
+    """The engine that ``options`` ask for in float32, with an empty store; closed at the end."""
+    from cacheflow.plugins.transformers import TransformersEngine, prepare_smollm2
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.quick and not options.model:
+            model = await asyncio.to_thread(_random_llama, Path(scratch) / "model")
+        elif options.model:
+            model = Path(options.model)
+        else:
+            model = await asyncio.to_thread(prepare_smollm2)
+        engine = await TransformersEngine.open_model(
+            model, dtype="float32", threads=options.threads
+        )
+        rig = Rig(engine, Path(options.store or scratch) / "kv")
+        try:
+            yield rig
+        finally:
+            await rig.aclose()
+
+
+def _random_llama(folder: Path) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**QUICK_MODEL)).save_pretrained(folder)
+    return folder
+
+
+async def prompts_of(rig: Rig, lengths: Sequence[int], suffix: int) -> list[Prompt]:
+    """A prompt a length, each with contents of its own, and ``suffix`` tokens behind the prefix."""
+    total = sum(lengths) + suffix * len(lengths)
+    tokens = await asyncio.to_thread(_tokens, rig.engine, total)
+    prompts, at = [], 0
+    for length in lengths:
+        prompts.append(rig.prompt(tokens[at : at + length + suffix], suffix))
+        at += length + suffix
+    return prompts
+
+
+def _tokens(engine: Any, count: int) -> list[int]:
+    if engine.tokenizer is not None:
+        return real_tokens(engine.tokenizer, count)
+    chance = random.Random(count)
+    return [chance.randrange(QUICK_MODEL["vocab_size"]) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds that one layer of one tile (by its index on the grid) took on the compute stream."""
+
+    tile: int
+    layer: int
+    width: int
+    is_suffix: bool
+    seconds: float
+
+
+def layer_times(events: Iterable[Event], request_id: str) -> list[LayerTime]:
+    """What compute did for one request in these events, in order."""
+    times = []
+    for event in events:
+        if isinstance(event, LayersComputed) and event.request_id == request_id:
+            ends = pairwise((*event.starts, event.stop))
+            for layer, (begin, stop) in zip(event.layers, ends, strict=True):
+                width, suffix = event.width, event.is_suffix
+                times.append(LayerTime(event.tile, layer, width, suffix, stop - begin))
+    return times
+
+
+def costs_of(rig: Rig, run: Run, bandwidth: float) -> list[FluidRequest]:
+    """Each request of ``run`` (recompute alone) by either way, over a link of ``bandwidth``."""
+    layout = rig.engine.layout
+    token_seconds = layout.layer_stride() / layout.chunk_tokens / bandwidth
+    costs = []
+    for name in run.ids:
+        times = layer_times(run.events, name)
+        prefix = [time for time in times if not time.is_suffix]
+        costs.append(
+            FluidRequest(
+                compute=tuple(time.seconds for time in prefix),
+                load=tuple(time.width * token_seconds for time in prefix),
+                fixed=sum(time.seconds for time in times if time.is_suffix),
+            )
+        )
+    return costs
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:
+    """One table on standard output."""
+    table = Table(title=title, box=SIMPLE_HEAD, caption=caption, padding=(0, 1, 0, 0))
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    figures().print(table)
+
+
+def start(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Awaitable[dict[str, Any]]],
+    tell: Callable[[dict[str, Any]], None],
+) -> int:
+    """Measure on a fresh loop and print the figures; the exit status."""
+    # As ``cacheflow bench`` does: spinning OpenMP threads would take the core that I/O needs.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+    async def work() -> dict[str, Any]:
+        return await measure(options)
+
+    try:
+        found = uvloop.run(work())
+    except CacheFlowError as error:
+        raise SystemExit(f"error: {error}") from None
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        tell(found)
+    return 0

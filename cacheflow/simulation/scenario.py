@@ -1,0 +1,247 @@
+"""From settings to a run: hardware, links, placement and a workload, under one policy.
+
+The only place where the parts of the simulation meet. Knows nothing of how results are shown.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cacheflow.costs import ChannelProfile, ComputeModel
+from cacheflow.errors import ConfigError
+from cacheflow.scheduling import BatchScheduler, load_policy
+from cacheflow.simulation.bounds import batch_fluid_seconds
+from cacheflow.simulation.cluster import Cluster, load_router
+from cacheflow.simulation.events import EventLoop
+from cacheflow.simulation.jobs import WIDE, Cut
+from cacheflow.simulation.links import SerialLink, SharedPipe
+from cacheflow.simulation.node import Node
+from cacheflow.simulation.placement import FixedPlacement, LearnedPlacement
+from cacheflow.simulation.results import summarise
+from cacheflow.types import Tile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cacheflow.simulation.bounds import FluidRequest
+    from cacheflow.simulation.hardware import Machine
+    from cacheflow.simulation.jobs import Job, Workload
+    from cacheflow.simulation.links import Link
+    from cacheflow.simulation.placement import Placed, Placement
+    from cacheflow.simulation.presets import LinkPreset
+    from cacheflow.simulation.records import Record
+    from cacheflow.simulation.results import Summary
+    from cacheflow.types import Load, TileGrid
+
+__all__ = ["Channel", "Run", "Scenario", "mean_gap", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A link of every node. ``share`` of each stored prefix is there (fixed placements).
+
+    ``shared_bandwidth``: all nodes' links meet in one pipe of so many bytes a second.
+    """
+
+    link: LinkPreset
+    share: float = 1.0
+    shared_bandwidth: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.link.name
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything but the workload and the policy.
+
+    ``warm``: cost models start with what compute and links really do, else with nothing.
+    ``failing``: probability that a load fails. ``local_blocks``: capacity of the first of two
+    channels, which is then local to each node, where the workload names its blocks.
+    """
+
+    machine: Machine
+    channels: tuple[Channel, ...]
+    gpus: int = 1
+    chunk_tokens: int = 512
+    grid: TileGrid = WIDE
+    objective: str = "tail"
+    router: str = "least-work"
+    warm: bool = True
+    failing: float = 0.0
+    decode_share: float = 0.0
+    local_blocks: int | None = None
+    shared_blocks: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        names = [channel.name for channel in self.channels]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"--link: each link once, at least one; got {', '.join(names)}")
+        if self.gpus < 1 or not 0 <= self.failing < 1 or not 0 <= self.decode_share < 1:
+            raise ConfigError(
+                f"--gpus {self.gpus} must be at least 1, --failing {self.failing} and "
+                f"--decode-share {self.decode_share} from 0 to below 1"
+            )
+
+    @property
+    def cut(self) -> Cut:
+        """How requests are cut into cells."""
+        return Cut(self.machine.layer_blocks, self.chunk_tokens, self.grid)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of one node's channels together."""
+        return sum(channel.link.bandwidth for channel in self.channels)
+
+    def fluid(self, placed: Placed) -> FluidRequest:
+        """The cells of a request for a bound."""
+        spec = placed.spec
+        return self.cut.fluid(spec, self.machine, self.bandwidth, placed.stored)
+
+    def placement(self, *, named: bool) -> Placement:
+        """``named``: the workload names its blocks, so what is stored depends on the run."""
+        stride = self.machine.block_bytes(self.chunk_tokens)
+        names = [channel.name for channel in self.channels]
+        if not named:
+            shares = {channel.name: channel.share for channel in self.channels}
+            return FixedPlacement(self.cut, stride, shares)
+        if len(names) > 2:
+            raise ConfigError(
+                "--link: traces and agents take one link, or a local and a remote one"
+            )
+        return LearnedPlacement(
+            self.cut,
+            stride,
+            self.gpus,
+            shared=names[-1],
+            local=names[0] if len(names) == 2 else None,
+            shared_blocks=self.shared_blocks,
+            local_blocks=self.local_blocks,
+        )
+
+
+def mean_gap(scenario: Scenario, jobs: Sequence[Job], load: float) -> float:
+    """Mean seconds between arrivals at which ``jobs`` are ``load`` of what all GPUs and links
+    together could carry (by the fluid bound of all of them at once)."""
+    if not load > 0:
+        raise ConfigError(f"--load {load} must be positive")
+    place = scenario.placement(named=False).place
+    seconds = batch_fluid_seconds(scenario.fluid(place(job, 0)) for job in jobs)
+    return seconds / len(jobs) / scenario.gpus / load
+
+
+@dataclass(slots=True)
+class Run:
+    """A finished run: the nodes with all they recorded, and the summary."""
+
+    policy: str
+    summary: Summary
+    nodes: list[Node]
+    records: list[Record] = field(default_factory=list)
+
+
+def simulate(
+    scenario: Scenario,
+    workload: Workload,
+    policy: str,
+    *,
+    progress: Callable[[int], None] | None = None,
+    record: bool = False,
+    timeline: bool = False,
+) -> Run:
+    """Run ``workload`` under ``policy``; ``progress(finished)`` after every first token.
+
+    Raises:
+        ConfigError: no such policy, objective or router.
+    """
+    load_policy(policy)
+    loop = EventLoop()
+    named = any(job.hash_ids for job in workload.first())
+    if named and scenario.chunk_tokens != 512:
+        raise ConfigError(f"--chunk {scenario.chunk_tokens}: traces name blocks of 512 tokens")
+    done: list[tuple[Record, FluidRequest]] = []
+
+    def finished(placed: Placed, record: Record) -> None:
+        done.append((record, scenario.fluid(placed)))
+        if progress is not None:
+            progress(len(done))
+
+    builder = _Builder(scenario, loop, record=record, timeline=timeline)
+    cluster = Cluster(
+        loop,
+        scenario.gpus,
+        builder.node,
+        router=load_router(scenario.router),
+        placement=scenario.placement(named=named),
+        make_policy=lambda: load_policy(policy),
+        finished=finished,
+    )
+    cluster.run(workload)
+    summary = summarise(policy, cluster.nodes, done, scenario.machine.layer_blocks)
+    return Run(policy, summary, cluster.nodes, [record for record, _ in done])
+
+
+class _Builder:
+    """Makes the nodes of a scenario."""
+
+    def __init__(
+        self, scenario: Scenario, loop: EventLoop, *, record: bool, timeline: bool
+    ) -> None:
+        self._scenario = scenario
+        self._loop = loop
+        self._options = {"record": record, "timeline": timeline}
+        self._pipes = {
+            channel.name: SharedPipe(
+                loop,
+                channel.shared_bandwidth,
+                channel.link.latency,
+                port_bandwidth=channel.link.bandwidth,
+            )
+            for channel in scenario.channels
+            if channel.shared_bandwidth is not None
+        }
+
+    def node(self, index: int, ended: Callable[[Record], None]) -> Node:
+        scenario = self._scenario
+        compute = ComputeModel(*scenario.machine.block_flops)
+        scheduler = BatchScheduler(compute, self._loop, objective=scenario.objective)
+        if scenario.warm:
+            self._warm(scheduler, compute)
+        return Node(
+            self._loop,
+            scheduler,
+            scenario.machine.block_seconds,
+            {channel.name: self._link(channel) for channel in scenario.channels},
+            index=index,
+            fate=self._fate(index),
+            decode_share=scenario.decode_share,
+            finished=ended,
+            **self._options,
+        )
+
+    def _link(self, channel: Channel) -> Link:
+        pipe = self._pipes.get(channel.name)
+        if pipe is not None:
+            return pipe.port()
+        return SerialLink(self._loop, channel.link.bandwidth, channel.link.latency)
+
+    def _fate(self, index: int) -> Callable[[Load, float], bool | None] | None:
+        chance = random.Random(f"fate:{self._scenario.seed}:{index}")
+        failing = self._scenario.failing
+        return (lambda load, now: chance.random() >= failing) if failing else None
+
+    def _warm(self, scheduler: BatchScheduler, compute: ComputeModel) -> None:
+        """Let the models see a few true costs, as earlier requests would have shown them."""
+        scenario = self._scenario
+        tail, stretch = scenario.cut.grid.tail, 1 / (1 - scenario.decode_share)
+        for first in (0, 2, 8, 1, 4):
+            tile = Tile(first, first * tail, (first + 1) * tail)
+            compute.observe(tile, scenario.machine.block_seconds(tile) * stretch)
+        for channel in scenario.channels:
+            link, unit = channel.link, float(scenario.machine.block_bytes(tail))
+            profile = ChannelProfile(link.latency, 1 / link.bandwidth, unit)
+            scheduler.channel(channel.name).prime(profile)
