@@ -51,8 +51,8 @@ class Way:
         return self.name.partition(":")[0]
 
     @property
-    def objective(self) -> str | None:
-        return self.name.partition(":")[2] or None
+    def objective(self) -> str:
+        return self.name.partition(":")[2] or "tail"
 
 
 @dataclass

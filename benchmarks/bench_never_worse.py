@@ -109,10 +109,14 @@ class Instance:
         return spec.prefix_tokens // CHUNK * CHUNK_BYTES / self.bandwidth + self.latency
 
     def granularity(self, spec: RequestSpec) -> float:
-        """One layer block of compute and one load unit (a layer block of the widest tile)."""
+        """One layer block of compute and one load unit (a layer block of the widest tile).
+
+        A channel of which nothing is known is first asked for one layer: one more latency.
+        """
         widest = max(tile.width for tile in spec.tiles) // CHUNK * self.stride
         block = max(map(self.layer_seconds, spec.tiles))
-        return block + widest / self.bandwidth + self.latency
+        latencies = 2 if self.profile == "cold" else 1
+        return block + widest / self.bandwidth + latencies * self.latency
 
 
 def log_uniform(chance: random.Random, low: float, high: float) -> float:
@@ -216,12 +220,13 @@ class Result:
 
 
 def single(seed: int, longest: int = 128 << 10) -> Result:
-    """Restore time of one request over the better single way."""
+    """Time to first token of one request over the better single way, each computing the suffix."""
     instance = draw(seed, 1, longest)
     (spec,) = instance.specs()
-    restored = play(instance, "adaptive").restored_at[spec.id]
+    restored = play(instance, "adaptive").finished_at[spec.id]
     recompute, load = instance.recompute_seconds(spec), instance.load_seconds(spec)
-    best = min(recompute, load)
+    suffix = sum(instance.layer_seconds(piece) for piece in spec.suffix) * spec.num_layers
+    best = min(recompute, load) + suffix
     beyond = (restored - instance.granularity(spec)) / best
     which = "recompute" if recompute < load else "load"
     return Result(instance, beyond, restored / best, restored, which)

@@ -46,8 +46,13 @@ class Costs:
     """Seconds of a layer by tile, as recompute alone took them."""
 
     def __init__(self) -> None:
+        self.restored: list[float] = []
+        """Seconds until each prefix was recomputed."""
+        self.total = 0.0
+        """Seconds of all prefixes and suffixes."""
+        self._layers = 0.0
         self._seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-        self._medians: dict[tuple[int, int], float] = {}
+        self._means: dict[tuple[int, int], float] = {}
 
     def add(self, rig: Rig, prompt: Prompt, run: Run) -> None:
         """Take in every layer of a run that recomputed ``prompt`` alone."""
@@ -57,16 +62,24 @@ class Costs:
         for time in layer_times(run.events, run.ids[0]):
             tile = (suffix if time.is_suffix else prefix)[time.tile]
             self._seconds[tile.start, tile.stop].append(time.seconds)
-        self._medians = {key: statistics.median(each) for key, each in self._seconds.items()}
+            self._layers += time.seconds
+        self.restored.append(run.restorations[0].restored_seconds)
+        self.total += run.last
+        self._means = {key: statistics.fmean(each) for key, each in self._seconds.items()}
+
+    @property
+    def unseen(self) -> float:
+        """Share of recompute's time that is in no layer: between tiles, before the first one."""
+        return 1 - self._layers / self.total
 
     def layer_seconds(self, tile: Tile, now: float = 0.0) -> float:
-        """The median; KeyError for a tile that was not measured."""
-        return self._medians[tile.start, tile.stop]
+        """The mean, since sums of layers are predicted; KeyError for a tile never measured."""
+        return self._means[tile.start, tile.stop]
 
     def model(self, rig: Rig) -> ComputeModel:
         """What a scheduler has learned that saw these layers, widest context last."""
         model = ComputeModel(*rig.engine.layer_flops)
-        for (begin, stop), seconds in sorted(self._medians.items()):
+        for (begin, stop), seconds in sorted(self._means.items()):
             if stop - begin > SUFFIX_TOKENS:
                 model.observe(Tile(rig.engine.grid.index_at(begin), begin, stop), seconds)
         return model
@@ -134,27 +147,34 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             filling = bar.add_task("filling the store", total=tiles)
             await rig.fill(prompts, lambda: bar.advance(filling))
             task = bar.add_task("restoring", total=len(cases))
-            done = await _all(rig, prompts, cases, lambda: bar.advance(task))
-    return summary(options, done)
+            await _learn(rig, prompts)  # not counted: the engine warms up
+            costs = await _learn(rig, prompts)
+            done = await _all(rig, prompts, costs, cases, lambda: bar.advance(task))
+            after = await _learn(rig, prompts)
+    return summary(options, done, after.total / costs.total, costs.unseen)
+
+
+async def _learn(rig: Rig, prompts: Sequence[Prompt]) -> Costs:
+    """Recompute every prompt alone."""
+    costs = Costs()
+    async with rig.restorer({}) as alone:
+        for prompt in prompts:
+            costs.add(rig, prompt, await rig.together(alone, [prompt], "recompute"))
+    return costs
 
 
 async def _all(
     rig: Rig,
     prompts: Sequence[Prompt],
+    costs: Costs,
     cases: Sequence[tuple[str, float, list[int]]],
     tell: Callable[[], None],
 ) -> list[Case]:
-    costs, seconds = Costs(), []
-    async with rig.restorer({}) as alone:
-        for prompt in prompts:
-            run = await rig.together(alone, [prompt], "recompute")
-            costs.add(rig, prompt, run)
-            seconds.append(run.restorations[0].restored_seconds)
     done = []
     for policy, balance, chosen in cases:
         batch = [prompts[i] for i in chosen]
         nbytes = sum(rig.nbytes(prompt.prefix) for prompt in batch)
-        bandwidth = nbytes * balance / sum(seconds[i] for i in chosen)
+        bandwidth = nbytes * balance / sum(costs.restored[i] for i in chosen)
         link = await rig.open_link(bandwidth)
         async with rig.restorer({"link": link}) as restorer:
             run = await rig.together(restorer, batch, policy)
@@ -166,12 +186,19 @@ async def _all(
     return done
 
 
-def summary(options: argparse.Namespace, cases: Sequence[Case]) -> dict[str, Any]:
-    """Errors of all requests, of runs' means, and by policy."""
+def summary(
+    options: argparse.Namespace, cases: Sequence[Case], drift: float, unseen: float
+) -> dict[str, Any]:
+    """Errors of all requests, of runs' means, and by policy.
+
+    ``drift``: seconds of recompute alone after all cases by those before; ``unseen``: see there.
+    """
     policies = dict.fromkeys(case.policy for case in cases)
     means = [_mean(case.predicted) / _mean(case.measured) - 1 for case in cases]
     return {
         "model": options.model or ("random, 8 x 256" if options.quick else "SmolLM2-135M"),
+        "drift": drift,
+        "unseen_share": unseen,
         "runs": len(cases),
         "requests": sum(len(case.measured) for case in cases),
         "by_request": _errors([error for case in cases for error in case.errors]),
@@ -231,7 +258,8 @@ def tell(found: dict[str, Any]) -> None:
     caption += (
         f"runs, {found['requests']} requests: absolute error median {request['median_abs']:.1%}, "
         f"P90 {request['p90_abs']:.1%} by request; {run['median_abs']:.1%}, {run['p90_abs']:.1%} "
-        "by run"
+        f"by run. Recompute alone after all runs took {found['drift']:.3f} of what it took before, "
+        f"{found['unseen_share']:.1%} of it in no layer"
     )
     show(f"simulated against real, {found['model']}", heads, rows, caption)
 

@@ -13,21 +13,34 @@ import argparse
 import statistics
 import sys
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rigs import costs_of, model_options, opened, prompts_of, ratio, show, spread, start
 
 from cacheflow.cli.output import progress
+from cacheflow.scheduling import load_policy
+from cacheflow.scheduling.policies.adaptive import Adaptive
 from cacheflow.simulation.bounds import batch_fluid_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cacheflow.cli.bench_rig import Prompt, Rig, Run
+    from cacheflow.scheduling import Policy
 
-POLICY = "adaptive"
-BASELINE = "two-pointer"
 QUICK_TOKENS = 2048
+
+
+class Patient(Adaptive):
+    """``adaptive`` in all but one thing: the suffix waits until the whole prefix is there."""
+
+    name: ClassVar[str] = "patient"
+    overlaps: ClassVar[bool] = False
+
+
+def policy_of(name: str) -> Policy:
+    """A policy of the scheduler, or the variant made for this benchmark."""
+    return Patient() if name == Patient.name else load_policy(name)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -65,7 +78,7 @@ async def _rounds(
     runs: dict[str, list[Run]] = {name: [] for name in restorers}
     for number in range(options.rounds):
         for name in names if number % 2 else names[::-1]:
-            runs[name].append(await rig.together(restorers[name], [prompt], name))
+            runs[name].append(await rig.together(restorers[name], [prompt], policy_of(name)))
         tell()
     bound = batch_fluid_seconds(costs_of(rig, recompute, bandwidth))
     return summary(options, recompute, bound, runs)
@@ -128,8 +141,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--suffix", type=int, default=1024, help="tokens behind it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ratio", type=ratio, default=1.0, help="compute:I/O of the prefix")
-    parser.add_argument("--policy", default=POLICY)
-    parser.add_argument("--baseline", default=BASELINE, help="the policy without suffix deadlines")
+    parser.add_argument("--policy", default=Adaptive.name)
+    parser.add_argument("--baseline", default=Patient.name, help="what it is compared with")
     options = parser.parse_args()
     options.tokens = options.tokens or (QUICK_TOKENS if options.quick else 4096)
     return options

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from itertools import count
 from typing import TYPE_CHECKING
 
 from cacheflow.errors import BackendError
@@ -80,6 +81,8 @@ class _Load:
         self._patience = patience
         self._start = self._told = time.monotonic()
         self._left = deque(reads)
+        self._last = len(reads) - 1
+        self._count = count()
         self._ended: deque[TransferResult | BaseException] = deque()
         self._loop = asyncio.get_running_loop()
         self._is_waking = False
@@ -105,16 +108,17 @@ class _Load:
             self._threads.check_open()
             if (read := self._take()) is None:
                 return
-            self._ended.append(self._read(read))
-            if time.monotonic() - self._told >= self._patience:
+            result = self._read(read)
+            self._ended.append(result)
+            is_last = next(self._count) == self._last
+            if is_last or time.monotonic() - self._told >= self._patience:
                 self._tell()
 
     def report(self, _: object, error: BaseException | None) -> None:
-        """A thread is through, or the pool was closed: then the rest is not read either."""
+        """A thread is through. Where the pool was closed, the rest is not read either."""
         if error is not None:
             self.let_go()
             self._ended.append(error)
-        if self._ended:
             self._tell()
 
     def _take(self) -> Read | None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import StorageBackend
     from cacheflow.restore import Restoration
+    from cacheflow.scheduling import Policy
     from cacheflow.types import ChunkKey, Event
 
 __all__ = ["Prompt", "Rig", "Run", "SUFFIX_TOKENS", "real_tokens"]
@@ -132,13 +133,10 @@ class Rig:
         inner = {"inner": "nvme", "inner_options": options}
         return await found.open({**inner, "bandwidth": bandwidth})
 
-    def restorer(
-        self, channels: Mapping[str, StorageBackend], objective: str | None = None
-    ) -> Restorer:
+    def restorer(self, channels: Mapping[str, StorageBackend], objective: str = "tail") -> Restorer:
         """A restorer on this engine with cold channel models; ``objective``: the scheduler's."""
-        options: dict[str, Any] = {} if objective is None else {"objective": objective}
         ahead = self.engine.claim_ahead
-        scheduler = BatchScheduler(self.costs, self.clock, claim_ahead=ahead, **options)
+        scheduler = BatchScheduler(self.costs, self.clock, objective=objective, claim_ahead=ahead)
         return Restorer(
             self.engine,
             scheduler,
@@ -149,8 +147,11 @@ class Rig:
             observer=lambda event: self.events.append(event),
         )
 
-    async def together(self, restorer: Restorer, prompts: Sequence[Prompt], policy: str) -> Run:
+    async def together(
+        self, restorer: Restorer, prompts: Sequence[Prompt], policy: str | Policy
+    ) -> Run:
         """Restore ``prompts``, arriving at once in this order; nothing of it stays in memory."""
+        policy = load_policy(policy) if isinstance(policy, str) else policy
         self._runs += 1
         self.events = []
         names = [f"run-{self._runs}-{i}" for i in range(len(prompts))]
@@ -174,15 +175,15 @@ class Rig:
             tuple(self.events),
         )
 
-    async def alone(self, restorer: Restorer, prompt: Prompt, policy: str) -> Restoration:
+    async def alone(self, restorer: Restorer, prompt: Prompt, policy: str | Policy) -> Restoration:
         """Restore one prompt."""
         return (await self.together(restorer, [prompt], policy)).restorations[0]
 
     async def _one(
-        self, restorer: Restorer, name: str, prompt: Prompt, policy: str, arrival: float
+        self, restorer: Restorer, name: str, prompt: Prompt, policy: Policy, arrival: float
     ) -> tuple[Restoration, float]:
         request = RestoreRequest(name, prompt.tokens, prompt.keys, arrival)
-        restoration = await restorer.run(request, load_policy(policy))
+        restoration = await restorer.run(request, policy)
         await self.engine.first_token(name)
         return restoration, self.clock.now() - arrival
 

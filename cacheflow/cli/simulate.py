@@ -211,7 +211,7 @@ def _table(settings: dict[str, Any], runs: Sequence[Run]) -> Table:
     from rich.table import Table
 
     title = f"{settings['preset']}, {settings['link']}, {settings['workload']}"
-    heading = f"seconds to first token: {title}"
+    heading = f"seconds to first token\n{title}"
     table = Table(title=heading, box=SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=0)
     resources = list(runs[0].summary.utilisation)
     table.add_column("policy ", no_wrap=True)
@@ -228,5 +228,6 @@ def _table(settings: dict[str, Any], runs: Sequence[Run]) -> Table:
             f"{summary.efficiency:.3f}",
             f"{share:.0%}",
         )
-    table.caption = "fluid: lower bound / taken; resources: useful busy share while a prefix waits"
+    table.caption_justify = "left"
+    table.caption = "fluid: bound / taken; resources: useful busy share while a prefix waits"
     return table

@@ -21,6 +21,7 @@ _SPREAD: Final = (0.25, 0.0, 0.0, 1.0, 0.0, 0.0)
 """Before anything is known: latency is perhaps half of what the first load took."""
 _PRIMED: Final = (0.06, 0.0, 0.0, 0.25, 0.0, 0.0)
 _GAIN: Final = 0.2
+_FAR: Final = (2.0, 2.0)
 _PATIENCE: Final = 3
 """Rows far off in a row that are a new speed."""
 _ROW_SECONDS: Final = 1 / 6
@@ -29,6 +30,7 @@ _MEMORY_SECONDS: Final = 2.0
 """Busy time after which delivered bytes have lost about two thirds of their weight."""
 _MEMORY_LOADS: Final = 12.0
 """The same in loads, so that a fast channel averages over several."""
+_OUTLIER: Final = 3.0
 _HEADROOM: Final = 1.25
 """The bandwidth is never believed to be more than this times what a busy channel delivered: waits
 that look like latency may be streams that are slow together."""
@@ -68,7 +70,7 @@ class ChannelModel:
     )
 
     def __init__(self) -> None:
-        self._fit = Fit(_SPREAD, gain=_GAIN, patience=_PATIENCE)
+        self._fit = Fit(_SPREAD, gain=_GAIN, far=_FAR, patience=_PATIENCE)
         self._latency = 0.0
         self._per_byte: float | None = None
         self._fitted = 0.0
@@ -164,15 +166,22 @@ class ChannelModel:
         self._row = (0, 0.0, 0, 0.0)
         seconds = max(seconds, _LEAST_SECONDS)
         if not self._fresh:
-            keep = max(0.0, 1.0 - max(seconds / _MEMORY_SECONDS, count / _MEMORY_LOADS))
-            self._bytes = self._bytes * keep + nbytes
-            self._busy = self._busy * keep + seconds
+            self._see(count, stalls, nbytes, seconds)
         if self._fit.rates is None:
             self._unit = nbytes / count
             self._fit.start((seconds, seconds / nbytes, 0.0), (0.0, 1.0, 0.0))
         self._unit += (nbytes / count - self._unit) * min(count / _MEMORY_LOADS, 1.0)
         self._fit.observe(stalls, nbytes, 0.0, seconds, max(seconds / _ROW_SECONDS, 1.0))
         self._adopt()
+
+    def _see(self, count: int, stalls: float, nbytes: int, seconds: float) -> None:
+        """Remember what a busy channel delivered; one slow row counts as a few, not as a hundred."""
+        if self._per_byte is not None:
+            expected = stalls * self._latency + nbytes * self._per_byte
+            seconds = min(seconds, _OUTLIER * expected)
+        keep = max(0.0, 1.0 - max(seconds / _MEMORY_SECONDS, count / _MEMORY_LOADS))
+        self._bytes = self._bytes * keep + nbytes
+        self._busy = self._busy * keep + seconds
 
     def _adopt(self) -> None:
         rates = self._fit.rates

@@ -23,6 +23,7 @@ of work run at about the same rate, within a factor of two or so."""
 _PRIMED: Final = (0.02, 0.0, 0.0, 0.25, 0.125, 0.25)
 """The same around a loaded profile: worth less than one observation made here."""
 _GAIN: Final = 0.07
+_FAR: Final = (0.15, 0.5)
 _PATIENCE: Final = 4
 """Layers far off in a row that are a new speed."""
 _LATE_START: Final = 0.05
@@ -45,7 +46,7 @@ class ComputeModel:
             raise ValueError(f"FLOPs a layer: linear {linear!r} > 0, attention {attention!r} >= 0")
         self._linear = linear
         self._attention = attention
-        self._fit = Fit(_SPREAD, gain=_GAIN, patience=_PATIENCE)
+        self._fit = Fit(_SPREAD, gain=_GAIN, far=_FAR, patience=_PATIENCE)
         self._late = _LATE_START
         self._typical = 0.0
         self._checks = Ratios()

@@ -8,26 +8,25 @@ specific to the use here:
   informs grows back towards the prior, its value stays. Plain exponential forgetting would lose
   what wide tiles cost while only narrow ones are seen.
 - Common drift (a clock, a busy neighbour) is a direction of its own: all rates move together.
-- An observation far off is clipped; several in a row, all far off to the same side, are not
-  outliers but a new speed, and rescale everything at once.
+- An observation far off a confident prediction teaches nothing; several in a row, all off to the
+  same side, are not outliers but a new speed, and rescale everything at once.
 
 Knows neither tiles nor loads.
 """
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Final
 
 __all__ = ["Fit"]
 
-_OUTLIER: Final = 3.0
-"""An observation beyond this factor of a confident prediction counts as just this far off."""
 _UNSURE: Final = 10.0
-"""The same where the prediction was little more than a guess."""
+"""An observation beyond this factor of what was little more than a guess counts as this far off."""
 _SURE: Final = 0.05
 """Variance of a prediction's relative error below which it is no guess."""
-_JUMP: Final = 1.5
-"""Off by more than this factor, again and again to the same side: the speed has changed."""
+_SHAKEN: Final = 0.1
+"""Share of the prior's uncertainty that comes back with a new speed: not all may have changed."""
 _LEAST: Final = 1e-3
 """Of a rate's unit: where work stays positive, predictions must."""
 _SETTLED: Final = 24
@@ -47,13 +46,18 @@ Six = tuple[float, float, float, float, float, float]
 class Fit:
     """Three rates. ``spread``: the prior's covariance (00, 01, 02, 11, 12, 22) of the rates in
     units of what the first observation makes of them; ``gain``: how much of a lasting small change
-    of speed is followed at once; ``patience``: how many far-off observations are a new speed.
+    of speed is followed at once; ``far``: off by more than five standard deviations is far off, but
+    always within these two shares; ``patience``: how many far-off observations are
+    a new speed.
     """
 
     __slots__ = (
         "_cov",
         "_drift",
+        "_far",
+        "_least_far",
         "_mild",
+        "_most_far",
         "_noise",
         "_patience",
         "_quiet",
@@ -67,11 +71,13 @@ class Fit:
         "rates",
     )
 
-    def __init__(self, spread: Six, *, gain: float, patience: int) -> None:
+    def __init__(self, spread: Six, *, gain: float, far: tuple[float, float], patience: int) -> None:
         self._spread = self._cov = spread
         self._drift = gain * gain
         self._patience = patience
         self._noise = _NOISE_START
+        self._least_far, self._most_far = far
+        self._far = self._most_far
         self._quiet = 0.0
         self._unit: Three = (0.0, 0.0, 0.0)
         self._share: Three = (0.0, 0.0, 0.0)
@@ -135,9 +141,9 @@ class Fit:
         g2 = c02 * h0 + c12 * h1 + c22 * h2
         doubt = max(h0 * g0 + h1 * g1 + h2 * g2, 0.0)
         sure = doubt < _SURE
-        ratio = self._follow(ratio, sure)
-        limit = _OUTLIER if sure else _UNSURE
-        error = min(max(ratio, 1.0 / limit), limit) - 1.0
+        if sure and self._is_outlier(ratio):
+            return
+        error = min(max(ratio, 1.0 / _UNSURE), _UNSURE) - 1.0
         total = doubt + self._noise / count
         step = error / total
         self._cov = (
@@ -190,23 +196,42 @@ class Fit:
         noise = self._noise
         noise += _NOISE_MEMORY * (min(square, 9.0 * noise) - noise)
         self._noise = noise = min(max(noise, _NOISE_LEAST), _NOISE_MOST)
-        self._quiet = min(3.0 * noise**0.5, _JUMP - 1.0)
+        deviation = sqrt(noise)
+        self._far = far = min(max(5.0 * deviation, self._least_far), self._most_far)
+        self._quiet = min(3.0 * deviation, far)
 
-    def _follow(self, ratio: float, sure: bool) -> float:
-        """Count far-off observations; adopt a new speed when enough agree. The ratio to it."""
-        side = (ratio > _JUMP) - (ratio < 1.0 / _JUMP)
-        if not side or not sure:
+    def _is_outlier(self, ratio: float) -> bool:
+        """Whether to leave an observation out; adopts a new speed when enough of them agree."""
+        far = 1.0 + self._far
+        side = (ratio > far) - (ratio * far < 1.0)
+        if not side:
             self._run = 0
-            return ratio
+            return False
         if side != self._side or not self._run:
             self._run, self._side, self._mild = 0, side, ratio
         self._run += 1
         self._mild = min(self._mild, ratio) if side > 0 else max(self._mild, ratio)
-        if self._run < self._patience:
-            return ratio
+        self._hear((ratio - 1.0) ** 2)
+        if self._run == self._patience:
+            self._rescale(self._mild)
+        return True
+
+    def _rescale(self, speed: float) -> None:
+        """All rates are ``speed`` times what they were; what was set aside is of the old ones."""
         self._run = 0
         self._sums = (0, 0.0, 0.0, 0.0, 0.0, 0.0)
         u0, u1, u2 = self._unit
-        mild = self._mild
-        self._unit = (u0 * mild, u1 * mild, u2 * mild)
-        return ratio / mild
+        self._unit = u0, u1, u2 = u0 * speed, u1 * speed, u2 * speed
+        s0, s1, s2 = self._share
+        self.rates = (s0 * u0, s1 * u1, s2 * u2)
+        c00, c01, c02, c11, c12, c22 = self._cov
+        p00, p01, p02, p11, p12, p22 = self._spread
+        more = _SHAKEN
+        self._cov = (
+            c00 + more * p00,
+            c01 + more * p01,
+            c02 + more * p02,
+            c11 + more * p11,
+            c12 + more * p12,
+            c22 + more * p22,
+        )

@@ -14,7 +14,14 @@ from cacheflow.kv.codec import (
     seal,
     verify,
 )
-from cacheflow.kv.keys import KEY_FORMAT, chunk_keys, format_name, key_root, parse_name
+from cacheflow.kv.keys import (
+    KEY_FORMAT,
+    chunk_keys,
+    extend_keys,
+    format_name,
+    key_root,
+    parse_name,
+)
 from cacheflow.kv.provenance import canonical_tokens, clip_segments, make_grid_id
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "clip_segments",
     "decode_header",
     "encode_header",
+    "extend_keys",
     "format_name",
     "header_size",
     "key_root",

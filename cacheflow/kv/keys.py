@@ -19,7 +19,15 @@ from cacheflow.types import ChunkKey, ObjectKey, ObjectKind, Span
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["KEY_FORMAT", "IdentityValue", "chunk_keys", "format_name", "key_root", "parse_name"]
+__all__ = [
+    "KEY_FORMAT",
+    "IdentityValue",
+    "chunk_keys",
+    "extend_keys",
+    "format_name",
+    "key_root",
+    "parse_name",
+]
 
 KEY_FORMAT: Final = 1
 """Changes whenever the same content would get another key."""
@@ -68,27 +76,50 @@ def chunk_keys(
             is not at one of the tokens, or ``chunk_tokens`` is not positive.
         ValueError: ``root`` is not a digest of 32 bytes.
     """
+    keys: list[ChunkKey] = []
+    extend_keys(keys, root, tokens, chunk_tokens, extras)
+    return tuple(keys)
+
+
+def extend_keys(
+    keys: list[ChunkKey],
+    root: bytes,
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    extras: Sequence[tuple[int, bytes]] = (),
+    *,
+    limit: int | None = None,
+) -> bool:
+    """Append to ``keys``, those of leading chunks of ``tokens``, the keys of the chunks after them.
+
+    Looks at no token of the chunks that have a key, and at no more than ``limit`` of the others
+    (rounded up to a chunk), about 0.06 us for each. True once every whole chunk has its key. Takes
+    the rest, and raises, as :func:`chunk_keys` does.
+    """
     if len(root) != 32:
         raise ValueError(f"a root is 32 bytes from key_root(), got {len(root)}")
     if chunk_tokens <= 0:
         raise ConfigError(f"chunk_tokens must be positive, got {chunk_tokens}")
-    words = _words(tokens)
+    first, total = len(keys), len(tokens)
+    start = first * chunk_tokens
+    stop = total if limit is None else min(total, start - -limit // chunk_tokens * chunk_tokens)
     by_chunk: dict[int, list[tuple[int, bytes]]] = {}
     for position, digest in sorted(extras):
-        if not 0 <= position < len(words):
-            raise ConfigError(f"extra at position {position} is beyond the {len(words)} tokens")
+        if not 0 <= position < total:
+            raise ConfigError(f"extra at position {position} is beyond the {total} tokens")
         by_chunk.setdefault(position // chunk_tokens, []).append((position, digest))
-    keys: list[ChunkKey] = []
-    previous = root
-    for index in range(len(words) // chunk_tokens):
-        part = words[index * chunk_tokens : (index + 1) * chunk_tokens].tobytes()
-        chain = hashlib.sha256(b"cacheflow/chunk\0" + previous)
-        chain.update(struct.pack("<Q", len(part)) + part)
+    words = memoryview(_words(tokens[start:stop], start)).cast("B")
+    nbytes = 8 * chunk_tokens
+    length = struct.pack("<Q", nbytes)
+    previous = keys[-1].digest if keys else root
+    for index in range(first, first + len(words) // nbytes):
+        chain = hashlib.sha256(b"cacheflow/chunk\0" + previous + length)
+        chain.update(words[(index - first) * nbytes : (index - first + 1) * nbytes])
         for position, content in by_chunk.get(index, ()):
             chain.update(_field(position) + _field(content))
         previous = chain.digest()
         keys.append(ChunkKey(previous))
-    return tuple(keys)
+    return stop == total
 
 
 def format_name(key: ObjectKey) -> str:
@@ -133,23 +164,23 @@ def _field(value: IdentityValue) -> bytes:
     return tag + struct.pack("<Q", len(data)) + data
 
 
-def _words(tokens: Sequence[int]) -> array[int]:
-    """Tokens as little-endian 64-bit words."""
+def _words(tokens: Sequence[int], start: int) -> array[int]:
+    """Tokens as little-endian 64-bit words; the first stands at position ``start``."""
     if isinstance(tokens, bytes | bytearray | memoryview):
         raise ConfigError("tokens are bytes, not token ids: was the text not tokenized?")
     try:
         words = array("Q", tokens)
     except (TypeError, OverflowError, ValueError):
-        raise ConfigError(_first_bad_token(tokens)) from None
+        raise ConfigError(_first_bad_token(tokens, start)) from None
     if bool in set(map(type, tokens)):
-        raise ConfigError(_first_bad_token(tokens))
+        raise ConfigError(_first_bad_token(tokens, start))
     if sys.byteorder == "big":
         words.byteswap()
     return words
 
 
-def _first_bad_token(tokens: Sequence[int]) -> str:
-    for position, token in enumerate(tokens):
+def _first_bad_token(tokens: Sequence[int], start: int) -> str:
+    for position, token in enumerate(tokens, start):
         bad_type = isinstance(token, bool) or not hasattr(token, "__index__")
         if bad_type or not 0 <= token < 1 << 64:
             shown = hex(token)[:40] if isinstance(token, int) and token >> 64 > 0 else repr(token)

@@ -32,6 +32,8 @@ __all__ = ["BatchScheduler"]
 
 _MAX_LOAD_BYTES: Final = 16 << 20
 _INFINITE: Final = float("inf")
+_SAME_SPEED: Final = 1.5
+"""Up to this factor, the order of requests is left as it was ranked."""
 
 
 class BatchScheduler:
@@ -62,6 +64,7 @@ class BatchScheduler:
         self._ids = count(1)
         self._compute = Queue()
         self._channels: dict[str, Queue] = {}
+        self._speeds: tuple[float, ...] = ()
         self._timers: list[tuple[float, str]] = []
         self._wake: dict[str, float] = {}
 
@@ -76,7 +79,8 @@ class BatchScheduler:
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already admitted")
         with self._gate:
-            frontier = Frontier(request, policy, self._outlook)
+            order = policy.order or self._order
+            frontier = Frontier(request, policy, self._outlook, pools=order.pools)
             self._requests[request.id] = frontier
             self._numbers[request.id] = next(self._ids)
             self._changed(frontier, self._clock.now())
@@ -178,6 +182,7 @@ class BatchScheduler:
                 frontier.returned(done.work, done.next_layer)
                 frontier.computing = False
                 self._changed(frontier, now)
+            self._rank_again(now)
 
     def _ask_compute(self, request_id: str, now: float, *, is_first: bool) -> ComputeBatch | None:
         frontier = self._requests[request_id]
@@ -232,7 +237,7 @@ class BatchScheduler:
         if queue is None:
             return None
         with self._gate:
-            if not self._outlook.has_room(channel):
+            if not self._outlook.has_room(channel, None):
                 return None
             parked, waiting = queue.parked(), queue.waiting()
             if parked is not None and (waiting is None or parked < waiting):
@@ -243,6 +248,9 @@ class BatchScheduler:
                 if self._moved(queue, channel, waiting, now):
                     continue
                 parked = queue.parked()
+                left = self._requests[waiting[1]].loads_left(now)
+                if not self._outlook.has_room(channel, left):
+                    return None
                 is_first = parked is None or waiting < parked
                 load = self._ask_channel(channel, queue, waiting, now, is_first=is_first)
                 if load is not None:
@@ -265,6 +273,7 @@ class BatchScheduler:
             if frontier is not None:
                 frontier.landed(load, layers)
                 self._changed(frontier, now)
+            self._rank_again(now)
 
     def failed(self, load: Load, now: float, *, chunks: Sequence[int], late: bool = False) -> None:
         """The load failed for ``chunks``; ``late``: its channel is not to be waited for again."""
@@ -338,12 +347,25 @@ class BatchScheduler:
             frontier.turn_away(channel, False)
             self._channels[channel].put(request_id, self._rank(frontier, channel, now))
 
+    def _rank_again(self, now: float) -> None:
+        """Rank everybody anew once costs are known, or are not what they were."""
+        speeds = self._outlook.speeds()
+        if all(
+            old / _SAME_SPEED < new < old * _SAME_SPEED
+            for old, new in zip(self._speeds, speeds, strict=False)
+        ) and len(self._speeds) == len(speeds):
+            return
+        self._speeds = speeds
+        for frontier in self._requests.values():
+            self._changed(frontier, now)
+
     def _backlog(self, frontier: Frontier) -> tuple[float, float]:
         """Seconds of compute and of loads planned for all requests but ``frontier``."""
         others = [f.planned() for f in self._requests.values() if f is not frontier]
         return sum(compute for compute, _ in others), sum(load for _, load in others)
 
     def _forget(self, frontier: Frontier) -> None:
+        frontier.leave()
         frontier.turn_compute_away(False)
         self._compute.drop(frontier.spec.id)
         self._wake.pop(frontier.spec.id, None)

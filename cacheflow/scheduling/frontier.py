@@ -56,12 +56,17 @@ class Reach:
 class Frontier:
     """Cells, claims and readiness of one request."""
 
-    def __init__(self, spec: RequestSpec, policy: Policy, outlook: Outlook) -> None:
+    def __init__(
+        self, spec: RequestSpec, policy: Policy, outlook: Outlook, *, pools: bool = False
+    ) -> None:
         self.spec = spec
+        self._pools = pools
         self.policy = policy
         self.cancelled = False
         self.begun = False
         """Whether optional recompute has started (or was found worth starting)."""
+        self._left = False
+        """Whether the request no longer counts among all."""
         self.leaves = False
         """Whether compute last left the rest of the prefix to loads."""
         self.computing = False
@@ -104,7 +109,9 @@ class Frontier:
         for t in range(len(self.tiles)):
             self._recount(t)
         for work_of_piece in self._suffix_work:
-            self.todo.add(spec.num_layers, work_of_piece)
+            self._add_work(self.todo, spec.num_layers, work_of_piece)
+            outlook.all_suffixes.add(spec.num_layers, work_of_piece)
+        outlook.requests += 1
 
     # -- sums ----------------------------------------------------------------------------------
 
@@ -124,6 +131,8 @@ class Frontier:
             for channel, stride in self._strides.items():
                 delta = (state.counts.get(channel, 0) - counts.get(channel, 0)) * stride
                 self.free_bytes[channel] += delta
+                if not self._left:
+                    self._outlook.all_bytes[channel] += delta
                 if self.compute_turned_away:
                     self._outlook.bytes_ahead[channel] += delta
                 alone = state.only.get(channel, 0) - only.get(channel, 0)
@@ -138,6 +147,8 @@ class Frontier:
 
     def _add_work(self, total: Work, count: int, work: tuple[float, float]) -> None:
         total.add(count, work)
+        if not self._left:
+            self._outlook.all_work.add(count, work)
         for channel in self.turned_away:
             self._outlook.work_ahead[channel].add(count, work)
 
@@ -153,6 +164,19 @@ class Frontier:
         if away != (channel in self.turned_away):
             (self.turned_away.add if away else self.turned_away.discard)(channel)
             self._outlook.work_ahead[channel].add_all(self.todo, 1 if away else -1)
+
+    def leave(self) -> None:
+        """The request is over: nothing of it counts any more. Idempotent."""
+        if self._left:
+            return
+        self._left = True
+        outlook = self._outlook
+        outlook.requests -= 1
+        outlook.all_work.add_all(self.todo, -1)
+        for i, work in enumerate(self._suffix_work):
+            outlook.all_suffixes.add(self.suffix_low[i] - self.spec.num_layers, work)
+        for channel, nbytes in self.free_bytes.items():
+            outlook.all_bytes[channel] -= nbytes
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -247,10 +271,16 @@ class Frontier:
         loads = self.loads_left(now, alone=True)
         if whole is None:
             return loads or 0.0
-        suffix = whole - (outlook.seconds(self.free) or 0.0)
+        suffix = self.suffix_seconds
         hidden = min(self._overlap(), suffix)
         both = outlook.meeting(self.free, loads, hidden) or 0.0
         return max(both, hidden) + suffix - hidden
+
+    @property
+    def suffix_seconds(self) -> float:
+        """What is left of the suffix (0 while nothing is known)."""
+        outlook = self._outlook
+        return (outlook.seconds(self.todo) or 0.0) - (outlook.seconds(self.free) or 0.0)
 
     def _suffix_layer(self) -> float:
         """Seconds of a layer of the first suffix piece, if it may start under the last loads."""
@@ -374,6 +404,8 @@ class Frontier:
         i = work.tile.index - self.spec.suffix[0].index
         self.suffix_low[i] = layer + 1
         self._add_work(self.todo, -1, self._suffix_work[i])
+        if not self._left:
+            self._outlook.all_suffixes.add(-1, self._suffix_work[i])
         return Claim.WRITE
 
     def _behind(self, t: int, layer: int) -> bool:
@@ -476,12 +508,15 @@ class Frontier:
         compute = None if cost is None else cost * (target - layer + 1)
         left = self.loads_left(now)
         patient = left is not None and left < self._patience(now)
-        self.leaves = patient or not self._sooner(compute, left)
+        self.leaves = patient or not self._sooner(compute, left, now)
         return not self.leaves or self._stalled(now)
 
-    def _sooner(self, compute: float | None, left: float | None) -> bool:
+    def _sooner(self, compute: float | None, left: float | None, now: float) -> bool:
         """Whether all would be done sooner with one more cell, which takes ``compute``, recomputed
         than with all that is left, which takes ``left``, loaded."""
+        if self._pools and compute is not None and self._outlook.requests > 1:
+            suffixes = self._outlook.seconds(self._outlook.all_suffixes) or 0.0
+            return self.policy.compute(compute + suffixes, self._outlook.all_loads(now))
         layer = self._suffix_layer()
         if compute is None or left is None or layer == 0.0 or compute >= left:
             return self.policy.compute(compute, left)
@@ -580,10 +615,7 @@ class Frontier:
         while (
             top < stop
             and masks[t] >> top & 1
-            and (
-                len(self.tiles[t].parts) == 1
-                or self.tiles[t].chunks_for(channel, top) == chunks
-            )
+            and (len(self.tiles[t].parts) == 1 or self.tiles[t].chunks_for(channel, top) == chunks)
         ):
             top += 1
         return Reach(t, Span(low, top), chunks, stride * (top - low))
@@ -646,6 +678,8 @@ class Frontier:
     def _reached(self, channel: str, t: int, layer: int, now: float) -> float | None:
         """Seconds until cell ``(t, layer)`` would be ready if ``channel`` left it alone: by
         compute, or by another channel that has all the rest as well."""
+        if self._pools and self._outlook.requests > 1:
+            return self._outlook.seconds(self._outlook.all_work)
         compute = self._compute_to(t, layer, now)
         if compute is not None:
             compute += self._work_before(channel)

@@ -36,6 +36,9 @@ COMPUTE: Final = "compute"
 class Order(Protocol):
     """A request's place in the queue of one resource."""
 
+    pools: ClassVar[bool]
+    """Whether a cell is computed for the good of all requests together, not of its own."""
+
     def key(self, request: Frontier, resource: str, now: float) -> float:
         """Smallest first; ``resource`` is :data:`COMPUTE` or a channel."""
         ...
@@ -49,6 +52,8 @@ class Shortest:
     ``a + r / beta``.
     """
 
+    pools: ClassVar[bool] = False
+
     def __init__(self, beta: float) -> None:
         self._beta = beta
 
@@ -58,6 +63,8 @@ class Shortest:
 
 class Deadline:
     """Earliest deadline first. A request without one has as long as it needs, plus a minute."""
+
+    pools: ClassVar[bool] = False
 
     _NONE: ClassVar[float] = 60.0
 
@@ -72,19 +79,30 @@ class Makespan:
     """All resources busy to the end: compute where cells are cheapest, channels where dearest.
 
     Attention makes late cells dearer to recompute and a byte is a byte, so over a whole batch the
-    least total work computes all heads before any tail. Ageing in tokens a second keeps a stream of
-    new requests from starving old ones.
+    least total work computes all heads before any tail. Requests whose suffix takes longer than
+    their loads are loaded first, shortest first, so that compute has suffixes to work on: Johnson's
+    rule for two machines in line (Naval Research Logistics Quarterly 1, 1954). Ageing in tokens a
+    second keeps a stream of new requests from starving old ones.
     """
 
+    pools: ClassVar[bool] = True
     _TOKENS_A_SECOND: ClassVar[float] = 1000.0
+    _FIRST: ClassVar[float] = -1e6
 
     def key(self, request: Frontier, resource: str, now: float) -> float:
         age = self._TOKENS_A_SECOND * request.spec.arrival
-        return age + (request.position if resource == COMPUTE else -request.last_free)
+        if resource == COMPUTE:
+            return age + request.position
+        load, suffix = request.loads_left(now, alone=True), request.suffix_seconds
+        if load is not None and load < suffix:
+            return age + self._FIRST + load
+        return age - request.last_free
 
 
 class FirstCome:
     """In order of arrival."""
+
+    pools: ClassVar[bool] = False
 
     def key(self, request: Frontier, resource: str, now: float) -> float:
         return request.spec.arrival
@@ -93,12 +111,16 @@ class FirstCome:
 class ShortestPrompt:
     """Shortest prompt first, whatever is left of it."""
 
+    pools: ClassVar[bool] = False
+
     def key(self, request: Frontier, resource: str, now: float) -> float:
         return request.spec.total_tokens
 
 
 class LongestLeft:
     """Compute advances all requests alike; channels serve the one with most left to restore."""
+
+    pools: ClassVar[bool] = False
 
     def key(self, request: Frontier, resource: str, now: float) -> float:
         return request.position if resource == COMPUTE else -request.free.linear

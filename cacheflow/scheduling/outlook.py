@@ -23,7 +23,8 @@ __all__ = ["Outlook", "Work"]
 
 _DEPTH_SECONDS: Final = 0.02
 """Loads in flight should cover this much of a channel's time, so that it never runs dry."""
-_INFINITE: Final = float("inf")
+_DEPTH_SHARE: Final = 0.6
+"""... but no more than this of what a request has left: what is in flight cannot be taken back."""
 
 
 @dataclass(slots=True)
@@ -73,6 +74,14 @@ class Outlook:
         """Left to be asked of each channel by requests that compute has turned away from."""
         self.work_ahead: dict[str, Work] = {}
         """Left to be computed of requests that each channel has turned away from."""
+        self.requests = 0
+        """How many there are."""
+        self.all_bytes: dict[str, int] = {}
+        """Left to be asked of each channel by all requests."""
+        self.all_work = Work()
+        """Left to be computed, if nothing more were loaded, of all requests."""
+        self.all_suffixes = Work()
+        """What of it no load can save."""
         self._max_load_bytes = max_load_bytes
         self._claim_ahead = claim_ahead
         self._current: Tile | None = None
@@ -84,9 +93,15 @@ class Outlook:
         model = self.channels.get(name)
         if model is None:
             model = self.channels[name] = ChannelModel()
-            self.bytes_ahead[name] = 0
+            self.bytes_ahead[name] = self.all_bytes[name] = 0
             self.work_ahead[name] = Work()
         return model
+
+    def speeds(self) -> tuple[float, ...]:
+        """How fast everything is that anything is known of; longer once more is known."""
+        rates = self.compute.rates
+        known = [] if rates is None else [max(rates[1], 1e-300)]
+        return (*known, *(m.bandwidth for m in self.channels.values() if m.bandwidth))
 
     # -- compute -------------------------------------------------------------------------------
 
@@ -147,13 +162,28 @@ class Outlook:
             queued += model.in_flight_bytes
         return queued / total if total else 0.0
 
-    def has_room(self, channel: str) -> bool:
-        """Whether another load would keep the channel busy rather than queue behind it."""
+    def all_loads(self, now: float) -> float | None:
+        """Seconds until all that any request could load would be there; None while unknown."""
+        longest = 0.0
+        for name, nbytes in self.all_bytes.items():
+            model = self.channels[name]
+            if nbytes or model.in_flight:
+                seconds = model.left(model.in_flight_bytes + nbytes, now)
+                if seconds is None:
+                    return None
+                longest = max(longest, seconds)
+        return longest
+
+    def has_room(self, channel: str, left: float | None) -> bool:
+        """Whether another load of a request that will be loading for ``left`` seconds would keep
+        the channel busy rather than queue behind it."""
         model = self.channel(channel)
         bandwidth = model.bandwidth
         if bandwidth is None:
             return model.in_flight == 0
-        return model.in_flight < 2 or model.in_flight_bytes < bandwidth * _DEPTH_SECONDS
+        seconds = _DEPTH_SECONDS if left is None else min(_DEPTH_SECONDS, left * _DEPTH_SHARE)
+        seconds += model.latency
+        return model.in_flight < 2 or model.in_flight_bytes < bandwidth * seconds
 
     def unit_layers(
         self, channel: str, stride: int, free: int, parts: int, least_seconds: float
@@ -166,8 +196,9 @@ class Outlook:
         bandwidth = model.bandwidth
         if not bandwidth:
             return 1
-        share = (model.in_flight_bytes + free) / parts
-        nbytes = min(max(share, bandwidth * least_seconds), self._max_load_bytes)
+        left = model.in_flight_bytes + free
+        nbytes = max(left / parts, min(bandwidth * least_seconds, left * 0.125))
+        nbytes = min(nbytes, self._max_load_bytes)
         return max(1, int(nbytes / stride))
 
     # -- both ----------------------------------------------------------------------------------

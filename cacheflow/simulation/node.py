@@ -29,6 +29,8 @@ _RECOMPUTE: Final = "recompute"
 _LEAST_WAIT: Final = 1e-4
 _LONGEST_WAIT: Final = 0.01
 """A timer that was due and changed nothing waits twice as long the next time, up to this."""
+_TRIES: Final = 4
+"""How often work whose first claim is refused is asked for again at the same moment."""
 
 
 class Node:
@@ -126,8 +128,9 @@ class Node:
     def _ask(self) -> None:
         """Ask the scheduler for all that idle resources could do."""
         now = self._loop.time
-        if self._work is None:
-            self._begin_compute(now)
+        tries = _TRIES if self._work is None else 0
+        while tries and self._begin_compute(now) and self._work is None:
+            tries -= 1
         next_load = self.scheduler.next_load
         for name in self._links:
             while (load := next_load(name, now)) is not None:
@@ -135,16 +138,18 @@ class Node:
         if self._work is None and self.unfinished:
             self._arm(now)
 
-    def _begin_compute(self, now: float) -> None:
+    def _begin_compute(self, now: float) -> bool:
+        """Take the next work, if there is any; its first claim may still be refused."""
         if not self._queue:
             batch = self.scheduler.next_compute(now)
             if batch is None:
-                return
+                return False
             self._queue.extend(batch.work)
         self._work = work = self._queue.pop(0)
         self._seconds = []
         self._began = now
         self._next_layer(work, work.first_layer)
+        return True
 
     def _next_layer(self, work: TileWork, layer: int) -> bool:
         answer = self.scheduler.claim(work, layer)

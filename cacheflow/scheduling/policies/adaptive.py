@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adaptive"]
 
-_WORTH: Final = 0.05
+_WORTH: Final = 0.03
 """Least share of the load-only time that recompute must promise to save before it starts."""
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, permutations, product
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -126,26 +127,48 @@ def _suffix_end(start: float, offset: float, way: Way, suffix: Sequence[float]) 
 
 
 def mean_optimum(jobs: Sequence[Job], *, gang: bool = False) -> float:
-    """Least mean of the requests' ends, all of them waiting from the start."""
-    return _batch(jobs, lambda ends: sum(ends) / len(ends), gang=gang)
+    """Least mean of the requests' ends, all of them waiting from the start.
+
+    ``gang``: loads, recomputes and suffixes each take the requests in the same order.
+    """
+
+    def bound(plan: Sequence[Way]) -> float:
+        alone = sorted(max(way.compute, way.load) for way in plan)
+        return (sum(alone[:-1]) + max(alone[-1], _work(jobs, plan))) / len(plan)
+
+    return _batch(jobs, bound, lambda ends: sum(ends) / len(ends), gang=gang)
 
 
 def makespan_optimum(jobs: Sequence[Job], *, gang: bool = False) -> float:
-    """Least end of the last request."""
-    return _batch(jobs, max, gang=gang)
+    """Least end of the last request, all of them waiting from the start."""
+    return _batch(jobs, lambda plan: _work(jobs, plan), max, gang=gang)
+
+
+def _work(jobs: Sequence[Job], plan: Sequence[Way]) -> float:
+    """No plan ends before its busier resource could."""
+    compute = sum(way.compute + sum(job.suffix) for job, way in zip(jobs, plan, strict=True))
+    return max(compute, sum(way.load for way in plan))
 
 
 def _batch(
-    jobs: Sequence[Job], objective: Callable[[Sequence[float]], float], *, gang: bool
+    jobs: Sequence[Job],
+    bound: Callable[[Sequence[Way]], float],
+    objective: Callable[[Sequence[float]], float],
+    *,
+    gang: bool,
 ) -> float:
-    """Over all staircases and orders; ``gang``: both resources take requests in the same order."""
-    choices = [ways(job) for job in jobs]
+    """Over all staircases, the most promising first until no bound is below the best, and orders.
+
+    Non-preemptive: a request's recompute, its suffix and its loads are each done in one go.
+    """
     orders = list(_orders(jobs, gang=gang))
-    return min(
-        objective(_ends(jobs, plan, compute, loads))
-        for plan in product(*choices)
-        for compute, loads in orders
-    )
+    plans = sorted(((bound(plan), plan) for plan in product(*map(ways, jobs))), key=itemgetter(0))
+    best = float("inf")
+    for least, plan in plans:
+        if least >= best:
+            break
+        best = min(best, *(objective(_ends(jobs, plan, *order)) for order in orders))
+    return best
 
 
 def _orders(
@@ -153,13 +176,21 @@ def _orders(
 ) -> Iterator[tuple[tuple[tuple[int, bool], ...], tuple[int, ...]]]:
     """Orders of compute (``(request, is it its suffix)``) and of loads (requests)."""
     indices = range(len(jobs))
+    items = [(r, is_suffix) for r in indices for is_suffix in _parts(jobs[r])]
     for loads in permutations(indices):
-        if gang:
-            yield tuple((r, s) for r in loads for s in _parts(jobs[r])), loads
-            continue
-        for items in permutations([(r, s) for r in indices for s in _parts(jobs[r])]):
-            if all(items.index((r, False)) < items.index((r, True)) for r, s in items if s):
-                yield items, loads
+        for compute in permutations(items):
+            if _is_sound(compute, loads if gang else None):
+                yield compute, loads
+
+
+def _is_sound(compute: Sequence[tuple[int, bool]], loads: Sequence[int] | None) -> bool:
+    """Recompute before suffix; prefixes and suffixes each in the order of ``loads``, if given."""
+    begun = [r for r, is_suffix in compute if not is_suffix]
+    ended = [r for r, is_suffix in compute if is_suffix]
+    after = all(compute.index((r, False)) < compute.index((r, True)) for r in ended)
+    if loads is None:
+        return after
+    return after and begun == list(loads) and ended == [r for r in loads if r in ended]
 
 
 def _parts(job: Job) -> tuple[bool, ...]:

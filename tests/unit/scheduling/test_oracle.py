@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 CHUNK: Final = 256
 STRIDE: Final = 1 << 18
 MEASURED: Final = [name for name in ("adaptive", "staircase") if name in POLICIES]
+COARSEST: Final = 0.15
+"""Largest share of a request's work in one cell; three by three equal cells have a ninth each."""
 GRIDS: Final = (TileGrid((512, 512, 1024), 2048), TileGrid((), 512), TileGrid((), 1024))
 
 
@@ -77,21 +79,34 @@ class Small:
 
 
 def draw(seed: int, requests: int = 1, suffix: int = 1) -> Small:
-    """A random instance; compute:I/O between 1:4 and 4:1, at least six cells a request."""
-    chance = random.Random(seed)
-    grid = chance.choice(GRIDS)
+    """A random instance; compute:I/O between 1:4 and 4:1, no cell over :data:`COARSEST`."""
+    chance = random.Random(f"{seed} {requests}")
     while True:
-        tiles = [chance.randint(2, 4 if requests < 3 else 3) for _ in range(requests)]
-        layers = chance.randint(2, 4 if requests < 3 else 3)
-        if min(tiles) * layers >= 6 or requests > 1:
-            break
-    prefixes = tuple(grid.start(n) for n in tiles)
-    token = 10 ** chance.uniform(-4.5, -3)
-    small = Small(seed, grid, prefixes, suffix, layers, token, chance.choice([0, 1e-4, 1e-3]), 1.0)
+        small = _draw(chance, seed, requests, suffix)
+        jobs = [small.job(spec, suffix=False) for spec in small.specs()]
+        if all(_coarseness(job) <= COARSEST for job in jobs):
+            return small
+
+
+def _coarseness(job: Job) -> float:
+    """The largest cell (by its better way) as a share of all such cells."""
+    cells = [
+        min(pair)
+        for rows in zip(job.compute, job.load, strict=True)
+        for pair in zip(*rows, strict=True)
+    ]
+    return max(cells) / sum(cells)
+
+
+def _draw(chance: random.Random, seed: int, requests: int, suffix: int) -> Small:
+    grid, most = chance.choice(GRIDS), 4 if requests == 1 else 3
+    layers = chance.randint(2, most)
+    prefixes = tuple(grid.start(chance.randint(2, most)) for _ in range(requests))
+    token, attention = 10 ** chance.uniform(-4.5, -3), chance.choice([0, 1e-4, 1e-3])
+    small = Small(seed, grid, prefixes, suffix, layers, token, attention, 1.0)
     alone = sum(layers * small.cost(tile) for spec in small.specs() for tile in spec.tiles)
     total = sum(prefixes) // CHUNK * STRIDE * layers
-    bandwidth = total / alone * 4 ** chance.uniform(-1, 1)
-    return Small(seed, grid, prefixes, suffix, layers, token, small.attention, bandwidth)
+    return replace(small, bandwidth=total / alone * 4 ** chance.uniform(-1, 1))
 
 
 def warm_run(small: Small, objective: str) -> VirtualRun:
@@ -130,17 +145,22 @@ def ttft_ratio(seed: int, policy: str) -> float:
     return finished / oracle.ttft_optimum(small.job(small.specs()[0], suffix=True))
 
 
+def size(seed: int) -> int:
+    """Mostly pairs: the optimum of three takes long."""
+    return 3 if seed % 10 == 9 else 2
+
+
 def mean_ratio(seed: int, policy: str) -> float:
-    small = draw(seed, requests=2 + seed % 2)
+    small = draw(seed, size(seed))
     ends = [end for _, end in play(small, policy, "mean")]
-    jobs = [small.job(spec, suffix=False) for spec in small.specs()]
+    jobs = [small.job(spec, suffix=True) for spec in small.specs()]
     return sum(ends) / len(ends) / oracle.mean_optimum(jobs, gang=True)
 
 
 def makespan_ratio(seed: int, policy: str) -> float:
-    small = draw(seed, requests=2 + seed % 2)
+    small = draw(seed, size(seed))
     ends = [end for _, end in play(small, policy, "makespan")]
-    jobs = [small.job(spec, suffix=False) for spec in small.specs()]
+    jobs = [small.job(spec, suffix=True) for spec in small.specs()]
     return max(ends) / oracle.makespan_optimum(jobs, gang=True)
 
 
@@ -207,7 +227,7 @@ def test_both_resources_may_keep_the_same_order(batch: list[Job]) -> None:
 @pytest.mark.parametrize("what", RATIOS)
 def test_within_two_percent_of_the_optimum(what: str, policy: str) -> None:
     """Warm, steady costs: at most 2 % above the static optimum on average, 5 % at worst."""
-    ratios = [RATIOS[what](seed, policy) for seed in range(100)]
+    ratios = [RATIOS[what](seed, policy) for seed in range(60)]
     assert sum(ratios) / len(ratios) <= 1.02
     assert max(ratios) <= 1.05
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -150,6 +151,28 @@ def test_every_request_gets_every_cell_once(
         assert usage.busy <= loop.now() * (1 + 1e-9)
 
 
+def test_events_stay_in_proportion_to_cells() -> None:
+    """A handful of events a cell whatever the number of requests waiting: no polling, no timer
+    that spins, so large clusters can be simulated."""
+    asked = 0
+
+    class Counting(EventLoop):
+        def at(self, when: float, action: Callable[[Any], object], argument: Any = None) -> None:
+            nonlocal asked
+            asked += 1
+            super().at(when, action, argument)
+
+    loop = Counting()
+    scheduler = BatchScheduler(ComputeModel(LINEAR, ATTENTION), loop)
+    node = Node(loop, scheduler, layer_seconds, {"net": SerialLink(loop, BANDWIDTH, 1e-4)})
+    for index in range(60):
+        admit(loop, node, spec_of(8192, 256, f"r{index}", arrival=index * 1e-3), "adaptive")
+    loop.run()
+    cells = 60 * (4 + 1) * BLOCKS
+    assert node.unfinished == 0
+    assert asked <= 4 * cells
+
+
 def test_costs_may_drift() -> None:
     """A machine that becomes twice as slow half way takes half as long again."""
     loop, node = new_node(cost=lambda tile, now: layer_seconds(tile) * (2 if now > 0.05 else 1))
@@ -198,7 +221,7 @@ def test_the_timeline_shows_all_busy_time() -> None:
             if (work.source in ("recompute", "suffix")) == compute
         ]
         assert sum(stop - start for start, stop in bars) == pytest.approx(usage.busy)
-        assert all(a[1] <= b[0] + 1e-12 for a, b in zip(bars, bars[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(bars))
         flat = list(usage.intervals)
         assert sum(flat[1::2]) - sum(flat[::2]) == pytest.approx(usage.busy)
 

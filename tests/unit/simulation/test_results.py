@@ -108,7 +108,7 @@ def test_impossible_scenarios_are_refused() -> None:
 
 
 def test_the_map_knows_where_single_ways_suffice() -> None:
-    """Over a slow link recompute is hard to beat; at 1:1 both ends win clearly; nowhere they lose."""
+    """Over a slow link recompute is hard to beat; at 1:1 both ends win; nowhere they lose."""
     points = win_map(
         SCENARIO, ["recompute", "load", "adaptive"], ratios=(0.05, 1.0, 20.0), lengths=(8192,)
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +16,7 @@ from cacheflow.simulation.traces import generate_trace
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from click.testing import Result
+    from typer.testing import Result
 
 FEW = ["--requests", "6", "--policy", "load,adaptive", "--lengths", "uniform:1k:8k"]
 
@@ -109,6 +111,16 @@ def test_errors_are_one_line(arguments: list[str], says: str) -> None:
     assert says in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """Importing the simulation loads neither torch nor asyncio into the process."""
+    code = (
+        "import sys, cacheflow.simulation.report, cacheflow.simulation.maps\n"
+        "print([n for n in ('torch', 'asyncio', 'uvloop', 'matplotlib') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_help_shows_each_option() -> None:

@@ -56,7 +56,7 @@ def test_fixed_and_uniform_lengths() -> None:
 )
 def test_bad_lengths_are_named(text: str) -> None:
     """The error repeats what was given."""
-    with pytest.raises(ConfigError, match="--lengths|number of tokens"):
+    with pytest.raises(ConfigError, match=r"--lengths|number of tokens"):
         parse_lengths(text)
 
 
