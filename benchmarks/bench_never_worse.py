@@ -250,9 +250,9 @@ def batch(seed: int, objective: str, rivals: Sequence[str], longest: int = 32 <<
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Nearest rank from above."""
+    """The value that ``share`` of the others do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[int(share * (len(ordered) - 1))]
 
 
 def misses(results: Iterable[Result], limits: dict[float, float]) -> list[str]:

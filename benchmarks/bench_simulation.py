@@ -1,9 +1,11 @@
 """The simulator against the real engine: predicted and measured TTFT of the same restores.
 
-First every prefix is recomputed alone, once: what a layer of each tile takes is all the simulator
-gets to know, beside the link's nominal bandwidth. Then batches of one to four prefixes are restored
-for real, over links of several speeds and by several policies, and each is predicted by running
-the same scheduler in virtual time.
+First every prefix is recomputed alone and one is loaded alone: what a layer of each tile takes,
+what a lookup takes and how much longer a load takes than its bytes is all the simulator gets to
+know, beside the link's nominal bandwidth. Then batches of one to four prefixes are restored for
+real, over links of several speeds and by several policies, and each is predicted by running the
+same scheduler in virtual time. A control (one prefix, recomputed) before each run says how the
+machine's speed has changed since; errors are given with and without that correction.
 
     make bench-simulation
 """
@@ -28,29 +30,34 @@ from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.simulation.events import EventLoop
 from cacheflow.simulation.links import SerialLink
 from cacheflow.simulation.node import Node
-from cacheflow.types import Coverage, Tile
+from cacheflow.types import Coverage, LookedUp, Tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cacheflow.cli.bench_rig import Prompt, Rig, Run
+    from cacheflow.restore import Restorer
+    from cacheflow.simulation.node import Record
 
 LENGTHS = [512, 1024, 1536, 2048, 3072, 4096]
 QUICK_LENGTHS = [512, 768, 1024, 1536, 2048, 3072]
 POLICIES = "adaptive,cake,two-pointer,load,recompute"
 RATIOS = (1 / 3, 1.0, 3.0)
 LARGEST_BATCH = 4
+CONTROL_TOKENS = 1024
+"""About the prefix that measures the machine's speed before every run."""
 
 
 class Costs:
-    """Seconds of a layer by tile, as recompute alone took them."""
+    """What was measured before the runs that are predicted."""
 
     def __init__(self) -> None:
         self.restored: list[float] = []
         """Seconds until each prefix was recomputed."""
-        self.total = 0.0
-        """Seconds of all prefixes and suffixes."""
-        self._layers = 0.0
+        self.lookup = 0.0
+        """Seconds until a tier has answered."""
+        self.latency = 0.0
+        """Seconds that a load takes beyond those of its bytes: reads, checksums, copies."""
         self._seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._means: dict[tuple[int, int], float] = {}
 
@@ -62,17 +69,17 @@ class Costs:
         for time in layer_times(run.events, run.ids[0]):
             tile = (suffix if time.is_suffix else prefix)[time.tile]
             self._seconds[tile.start, tile.stop].append(time.seconds)
-            self._layers += time.seconds
         self.restored.append(run.restorations[0].restored_seconds)
-        self.total += run.last
         self._means = {key: statistics.fmean(each) for key, each in self._seconds.items()}
 
-    @property
-    def unseen(self) -> float:
-        """Share of recompute's time that is in no layer: between tiles, before the first one."""
-        return 1 - self._layers / self.total
+    def add_load(self, run: Run, byte_seconds: float) -> None:
+        """Take in a run that loaded one prompt alone, the bytes of which take ``byte_seconds``."""
+        asked = [event.stop - event.start for event in run.events if isinstance(event, LookedUp)]
+        self.lookup = max(asked)
+        seconds = run.restorations[0].restored_seconds
+        self.latency = max(0.0, seconds - self.lookup - byte_seconds)
 
-    def layer_seconds(self, tile: Tile, now: float = 0.0) -> float:
+    def layer_seconds(self, tile: Tile) -> float:
         """The mean, since sums of layers are predicted; KeyError for a tile never measured."""
         return self._means[tile.start, tile.stop]
 
@@ -94,29 +101,50 @@ class Case:
     lengths: tuple[int, ...]
     measured: tuple[float, ...]
     predicted: tuple[float, ...]
+    uncorrected: tuple[float, ...]
+    """Predicted as if the machine had kept its speed."""
+    drift: float
+    """The control's seconds by those of the first one."""
 
     @property
     def errors(self) -> list[float]:
         """``predicted / measured - 1`` of every request."""
         return [p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True)]
 
+    @property
+    def uncorrected_errors(self) -> list[float]:
+        """The same without the correction."""
+        return [p / m - 1 for p, m in zip(self.uncorrected, self.measured, strict=True)]
+
 
 def predict(
-    rig: Rig, costs: Costs, prompts: Sequence[Prompt], policy: str, bandwidth: float
+    rig: Rig,
+    costs: Costs,
+    prompts: Sequence[Prompt],
+    policy: str,
+    bandwidth: float,
+    drift: float = 1.0,
 ) -> tuple[float, ...]:
-    """TTFT of each prompt in virtual time, all arriving at 0 in this order."""
+    """TTFT of each prompt in virtual time, all arriving at 0 in this order.
+
+    ``drift``: how much longer compute takes than when the costs were measured.
+    """
     loop, layout = EventLoop(), rig.engine.layout
     scheduler = BatchScheduler(costs.model(rig), loop)
-    links = {"link": SerialLink(loop, bandwidth)}
-    node = Node(loop, scheduler, costs.layer_seconds, links)
+    links = {"link": SerialLink(loop, bandwidth, costs.latency)}
+    node = Node(loop, scheduler, lambda tile, now: costs.layer_seconds(tile) * drift, links)
     everything = (1 << layout.num_layers) - 1
-    records = []
+    asks = load_policy(policy).load(0.0, 1.0)
+    records: list[Record] = []
+
+    def arrive(request: RestoreRequest) -> None:
+        coverage = Coverage("link", (everything,) * len(request.keys), layout.layer_stride())
+        spec = request.spec(layout, rig.engine.grid)
+        records.append(node.admit(spec, load_policy(policy), [coverage] if asks else []))
+
     for i, prompt in enumerate(prompts):
         request = RestoreRequest(str(i), prompt.tokens, prompt.keys, i * 1e-6)
-        coverage = Coverage("link", (everything,) * len(prompt.keys), layout.layer_stride())
-        stored = [] if policy == "recompute" else [coverage]
-        spec = request.spec(layout, rig.engine.grid)
-        records.append(node.admit(spec, load_policy(policy), stored))
+        loop.at(request.arrival + (costs.lookup if asks else 0.0), arrive, request)
     loop.run()
     return tuple(record.ttft for record in records)
 
@@ -147,62 +175,78 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             filling = bar.add_task("filling the store", total=tiles)
             await rig.fill(prompts, lambda: bar.advance(filling))
             task = bar.add_task("restoring", total=len(cases))
-            await _learn(rig, prompts)  # not counted: the engine warms up
-            costs = await _learn(rig, prompts)
-            done = await _all(rig, prompts, costs, cases, lambda: bar.advance(task))
-            after = await _learn(rig, prompts)
-    return summary(options, done, after.total / costs.total, costs.unseen)
-
-
-async def _learn(rig: Rig, prompts: Sequence[Prompt]) -> Costs:
-    """Recompute every prompt alone."""
-    costs = Costs()
-    async with rig.restorer({}) as alone:
-        for prompt in prompts:
-            costs.add(rig, prompt, await rig.together(alone, [prompt], "recompute"))
-    return costs
+            done = await _all(rig, prompts, cases, lambda: bar.advance(task))
+    return summary(options, done)
 
 
 async def _all(
     rig: Rig,
     prompts: Sequence[Prompt],
-    costs: Costs,
     cases: Sequence[tuple[str, float, list[int]]],
     tell: Callable[[], None],
 ) -> list[Case]:
-    done = []
-    for policy, balance, chosen in cases:
-        batch = [prompts[i] for i in chosen]
-        nbytes = sum(rig.nbytes(prompt.prefix) for prompt in batch)
-        bandwidth = nbytes * balance / sum(costs.restored[i] for i in chosen)
-        link = await rig.open_link(bandwidth)
-        async with rig.restorer({"link": link}) as restorer:
-            run = await rig.together(restorer, batch, policy)
-        await link.aclose()
-        predicted = predict(rig, costs, batch, policy, bandwidth)
-        lengths = tuple(prompt.prefix for prompt in batch)
-        done.append(Case(policy, balance, lengths, run.ttft, predicted))
-        tell()
+    async with rig.restorer({}) as alone:
+        await _control(rig, prompts, alone)  # not counted: the engine warms up
+        costs, first = await _learn(rig, prompts, alone), await _control(rig, prompts, alone)
+        done = []
+        for policy, balance, chosen in cases:
+            batch = [prompts[i] for i in chosen]
+            drift = await _control(rig, prompts, alone) / first
+            nbytes = sum(rig.nbytes(prompt.prefix) for prompt in batch)
+            bandwidth = nbytes * balance / sum(costs.restored[i] for i in chosen)
+            run = await _restore(rig, batch, policy, bandwidth)
+            done.append(
+                Case(
+                    policy,
+                    balance,
+                    tuple(prompt.prefix for prompt in batch),
+                    run.ttft,
+                    predict(rig, costs, batch, policy, bandwidth, drift),
+                    predict(rig, costs, batch, policy, bandwidth),
+                    drift,
+                )
+            )
+            tell()
     return done
 
 
-def summary(
-    options: argparse.Namespace, cases: Sequence[Case], drift: float, unseen: float
-) -> dict[str, Any]:
-    """Errors of all requests, of runs' means, and by policy.
+async def _learn(rig: Rig, prompts: Sequence[Prompt], alone: Restorer) -> Costs:
+    """Recompute every prompt alone, and load one over a link as fast as that."""
+    costs = Costs()
+    for prompt in prompts:
+        costs.add(rig, prompt, await rig.together(alone, [prompt], "recompute"))
+    nbytes = rig.nbytes(prompts[0].prefix)
+    run = await _restore(rig, prompts[:1], "load", nbytes / costs.restored[0])
+    costs.add_load(run, costs.restored[0])
+    return costs
 
-    ``drift``: seconds of recompute alone after all cases by those before; ``unseen``: see there.
-    """
+
+async def _control(rig: Rig, prompts: Sequence[Prompt], alone: Restorer) -> float:
+    prompt = min(prompts, key=lambda one: abs(one.prefix - CONTROL_TOKENS))
+    return (await rig.alone(alone, prompt, "recompute")).restored_seconds
+
+
+async def _restore(rig: Rig, batch: Sequence[Prompt], policy: str, bandwidth: float) -> Run:
+    link = await rig.open_link(bandwidth)
+    try:
+        async with rig.restorer({"link": link}) as restorer:
+            return await rig.together(restorer, batch, policy)
+    finally:
+        await link.aclose()
+
+
+def summary(options: argparse.Namespace, cases: Sequence[Case]) -> dict[str, Any]:
+    """Errors of all requests, of runs' means, and by policy."""
     policies = dict.fromkeys(case.policy for case in cases)
     means = [_mean(case.predicted) / _mean(case.measured) - 1 for case in cases]
     return {
         "model": options.model or ("random, 8 x 256" if options.quick else "SmolLM2-135M"),
-        "drift": drift,
-        "unseen_share": unseen,
+        "drift": [case.drift for case in cases],
         "runs": len(cases),
         "requests": sum(len(case.measured) for case in cases),
         "by_request": _errors([error for case in cases for error in case.errors]),
         "by_run": _errors(means),
+        "uncorrected": _errors([error for case in cases for error in case.uncorrected_errors]),
         "by_policy": {
             name: _errors([e for case in cases if case.policy == name for e in case.errors])
             for name in policies
@@ -214,6 +258,7 @@ def summary(
                 "lengths": case.lengths,
                 "measured_s": case.measured,
                 "predicted_s": case.predicted,
+                "uncorrected_s": case.uncorrected,
             }
             for case in cases
         ],
@@ -254,14 +299,18 @@ def tell(found: dict[str, Any]) -> None:
         )
     heads = ("policy", "c:io", "prefixes", "predicted", "measured", "error", "worst")
     request, run = found["by_request"], found["by_run"]
-    caption = f"mean TTFT in seconds; worst: the request with the largest error; {found['runs']} "
-    caption += (
-        f"runs, {found['requests']} requests: absolute error median {request['median_abs']:.1%}, "
-        f"P90 {request['p90_abs']:.1%} by request; {run['median_abs']:.1%}, {run['p90_abs']:.1%} "
-        f"by run. Recompute alone after all runs took {found['drift']:.3f} of what it took before, "
-        f"{found['unseen_share']:.1%} of it in no layer"
+    caption = (
+        f"mean TTFT in seconds; worst: the request with the largest error. {found['runs']} runs, "
+        f"{found['requests']} requests; absolute error, median and P90: by request "
+        f"{_pair(request)}, by run {_pair(run)}; without the control's correction "
+        f"{_pair(found['uncorrected'])}. Control, first = 1: {min(found['drift']):.3f} to "
+        f"{max(found['drift']):.3f}."
     )
     show(f"simulated against real, {found['model']}", heads, rows, caption)
+
+
+def _pair(errors: dict[str, float]) -> str:
+    return f"{errors['median_abs']:.1%} and {errors['p90_abs']:.1%}"
 
 
 def parse() -> argparse.Namespace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer evaluates it
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
@@ -255,7 +255,7 @@ def _read_table(channel: Channel) -> Table:
         )
     model = channel.model
     table.caption = (
-        f"learned: latency {model.latency * 1e3:.2f} ms, {(model.bandwidth or 0.0) / 1e6:,.1f} MB/s, "
-        f"depth {model.depth}"
+        f"learned: latency {model.latency * 1e3:.2f} ms, "
+        f"{(model.bandwidth or 0.0) / 1e6:,.1f} MB/s, depth {model.depth}"
     )
     return table

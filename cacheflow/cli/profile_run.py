@@ -1,7 +1,7 @@
 """The measurements behind ``cacheflow profile``: tiles on an engine, reads on a tier.
 
-Uses the public contracts only (:class:`~cacheflow.abc.Engine`, :class:`~cacheflow.abc.StorageBackend`)
-and teaches the cost models what it sees. Knows nothing of how results are shown or kept.
+Uses the public contracts only (``Engine``, ``StorageBackend``) and teaches the cost models what it
+sees. Knows nothing of how results are shown or kept.
 """
 
 from __future__ import annotations

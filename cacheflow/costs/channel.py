@@ -147,7 +147,12 @@ class ChannelModel:
             self._checks.append(max(now - start, _LEAST_SECONDS) / expected)
         count, stalls, total, seconds = self._row
         count, total = count + 1, total + nbytes
-        self._row = (count, stalls + self._stall(start, since), total, seconds + busy + self._wasted)
+        self._row = (
+            count,
+            stalls + self._stall(start, since),
+            total,
+            seconds + busy + self._wasted,
+        )
         self._wasted = 0.0
         if total and (self._fresh or count > len(self._in_flight)):
             self._learn()

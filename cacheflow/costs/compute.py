@@ -119,4 +119,3 @@ class ComputeModel:
         self._typical = profile.typical
         units = (profile.typical, profile.linear, profile.attention)
         self._fit.start(units, (launch, 1.0, 1.0), _PRIMED)
-

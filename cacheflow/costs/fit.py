@@ -71,7 +71,9 @@ class Fit:
         "rates",
     )
 
-    def __init__(self, spread: Six, *, gain: float, far: tuple[float, float], patience: int) -> None:
+    def __init__(
+        self, spread: Six, *, gain: float, far: tuple[float, float], patience: int
+    ) -> None:
         self._spread = self._cov = spread
         self._drift = gain * gain
         self._patience = patience

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cacheflow.clock import Clock
     from cacheflow.costs import ChannelModel, ComputeModel
-    from cacheflow.scheduling.frontier import Reach
+    from cacheflow.scheduling.loading import Reach
     from cacheflow.scheduling.policies import Policy
     from cacheflow.scheduling.queue import Rank
     from cacheflow.types import ComputeDone, Coverage, RequestSpec, TileWork

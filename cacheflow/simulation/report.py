@@ -198,6 +198,7 @@ def _map(points: Sequence[Point]) -> tuple[str, ...]:
     names = list(points[0].ttft)
     size = (0.0, float(len(ratios))), (0.0, float(len(lengths)))
     plot = Plot(*size, "compute:I/O", "prefix tokens", height=80 + 34 * len(lengths))
+    plot.titles()
     for point in points:
         x, y = ratios.index(point.ratio), lengths.index(point.tokens)
         colour = COLOURS[names.index(point.winner) % len(COLOURS)]

@@ -95,6 +95,10 @@ class Plot:
             at = self.py(value)
             self._line(_LEFT, at, self.width - _RIGHT, at, "grid")
             self._text(_LEFT - 6, at + 4, name, "end")
+        self.titles()
+
+    def titles(self) -> None:
+        """What the axes show."""
         self._text((_LEFT + self.width - _RIGHT) / 2, self.height - 8, self.x_label, "middle")
         middle = (_TOP + self.height - _BOTTOM) / 2
         self._body.append(

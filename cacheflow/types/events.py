@@ -145,13 +145,7 @@ class CostChecked:
 
 
 Event: TypeAlias = (
-    LookedUp
-    | LayersComputed
-    | LoadEnded
-    | Published
-    | RestoreEnded
-    | StoreEnded
-    | CostChecked
+    LookedUp | LayersComputed | LoadEnded | Published | RestoreEnded | StoreEnded | CostChecked
 )
 Observer: TypeAlias = "Callable[[Event], None]"
 """Must not raise; what it raises is logged and dropped."""

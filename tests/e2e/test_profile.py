@@ -68,7 +68,15 @@ def test_everything_is_measured_and_kept(model_folder: Path, home: Path) -> None
 def test_tables_for_people(model_folder: Path, home: Path, tmp_path: Path) -> None:
     """Without `--json` it is a table each for the engine and every tier, `--folder` included."""
     shown = profile(model_folder, "--tokens", "256", "-f", str(tmp_path / "more")).stdout
-    for text in ("ms a layer", "tokens/s", "tier memory", "tier disk", "MB/s", "latency", "kept in"):
+    for text in (
+        "ms a layer",
+        "tokens/s",
+        "tier memory",
+        "tier disk",
+        "MB/s",
+        "latency",
+        "kept in",
+    ):
         assert text in shown
 
 

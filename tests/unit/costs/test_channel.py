@@ -90,7 +90,9 @@ def test_latency_and_bandwidth_are_told_apart(
 
 
 @given(
-    link=LINKS, wanted=st.sampled_from([(0.0, 0.85), (0.1, 0.8), (0.3, 0.6)]), seed=st.integers(0, 99)
+    link=LINKS,
+    wanted=st.sampled_from([(0.0, 0.85), (0.1, 0.8), (0.3, 0.6)]),
+    seed=st.integers(0, 99),
 )
 def test_the_suggested_depth_keeps_the_link_busy(
     link: tuple[float, float], wanted: tuple[float, float], seed: int

@@ -1,0 +1,218 @@
+"""What is left of one request, in seconds: by loads, by compute, by both ends at once.
+
+Asks the outlook for costs and the ledger for amounts. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cacheflow.scheduling.ledger import Ledger
+from cacheflow.scheduling.planned import Planned
+
+__all__ = ["Expectations"]
+
+_INFINITE: Final = float("inf")
+
+
+class Expectations(Ledger):
+    """A ledger that knows what things are expected to take."""
+
+    def remaining(self, now: float) -> float:
+        """Seconds to the end of the suffix with all resources to itself (0 if nothing is known)."""
+        outlook = self._outlook
+        whole = outlook.seconds(self.todo)
+        loads = self.loads_left(now, alone=True)
+        if whole is None:
+            return loads or 0.0
+        suffix = self.suffix_seconds
+        hidden = min(self._overlap(), suffix)
+        both = outlook.meeting(self.free, loads, hidden) or 0.0
+        return max(both, hidden) + suffix - hidden
+
+    @property
+    def suffix_seconds(self) -> float:
+        """What is left of the suffix (0 while nothing is known)."""
+        outlook = self._outlook
+        return (outlook.seconds(self.todo) or 0.0) - (outlook.seconds(self.free) or 0.0)
+
+    @property
+    def layer_cost(self) -> float:
+        """Seconds of one layer of what compute is at (0 while nothing is known)."""
+        work = self._suffix_work[0]
+        if self._running:
+            work = self.tiles[self._running.bit_length() - 1].work
+        return self._outlook.layer_seconds(work) or 0.0
+
+    def _suffix_layer(self) -> float:
+        """Seconds of a layer of the first suffix piece, if it may start under the last loads."""
+        if not self.policy.overlaps:
+            return 0.0
+        return self._outlook.layer_seconds(self._suffix_work[0]) or 0.0
+
+    def _overlap(self) -> float:
+        """Seconds for which loads may go on at most after compute has turned to the suffix."""
+        return (self.spec.num_layers - self.suffix_low[0] - 1) * self._suffix_layer()
+
+    def _left_to_loads(self, left: float) -> float:
+        """Seconds until the first suffix piece ends if all the rest, ``left`` seconds, is loaded.
+
+        A layer only has to be there before the suffix reaches it, and loads then come in that
+        order: ``max(arrival(layer) + suffix from that layer on)`` over the layers where the free
+        cells of some tile end.
+        """
+        layer = self._suffix_layer()
+        last = self.spec.num_layers
+        ends = {self.tiles[t].free.bit_length() for t in self._free_tiles()}
+        total = sum(self.free_bytes.values())
+        flying = sum(self._outlook.channel(c).in_flight_bytes for c in self._strides)
+        free_seconds = left * total / (total + flying) if total else 0.0
+        latest = max((last - self.suffix_low[0]) * layer, left + layer)
+        cells = self.free.linear or 1.0
+        for end in ends:
+            below = (1 << end) - 1
+            share = sum(
+                (self.tiles[t].free & below).bit_count() * self.tiles[t].work[0]
+                for t in self._free_tiles()
+            )
+            arrival = left - free_seconds * (1 - share / cells)
+            latest = max(latest, arrival + (last - end + 1) * layer)
+        return latest
+
+    def loads_left(self, now: float, *, alone: bool = False) -> float | None:
+        """Seconds until all in flight and all free bytes of every channel would be there.
+
+        ``alone``: as if no other request were waiting. None while a channel that is needed has
+        shown nothing; 0 when nothing is left to load.
+        """
+        longest = 0.0
+        for channel in self._strides:
+            nbytes = self._before(channel, alone=alone)
+            if self._shared:
+                nbytes -= self.free_bytes[channel] - self._only[channel]
+            if nbytes > 0 or self._loads[channel]:
+                model = self._outlook.channel(channel)
+                queued = model.in_flight_bytes + nbytes
+                seconds = model.left(queued, now)
+                if seconds is None:
+                    return None
+                longest = max(longest, seconds)
+        if self._shared:
+            nbytes = sum(self._only.values()) + self._shared * max(self._strides.values())
+            longest = max(longest, self._outlook.shared_seconds(self._strides, nbytes))
+        return longest
+
+    def _before(self, channel: str, *, alone: bool = False) -> int:
+        """Bytes that ``channel`` has still to be asked for until this request is loaded."""
+        nbytes = self.free_bytes[channel]
+        if nbytes and not (alone or self.is_first_to_compute):
+            ahead = self._outlook.bytes_ahead[channel]
+            nbytes += ahead - (nbytes if self.compute_turned_away else 0)
+        return nbytes
+
+    def _work_before(self, channel: str) -> float:
+        """Seconds of compute for more urgent requests, from which ``channel`` has turned away."""
+        if self.is_first_to_load:
+            return 0.0
+        ahead = self._outlook.seconds(self._outlook.work_ahead[channel]) or 0.0
+        own = self._outlook.seconds(self.todo) if channel in self.turned_away else 0.0
+        return ahead - (own or 0.0)
+
+    def _compute_to(self, t: int, layer: int, now: float) -> float | None:
+        """Seconds until compute would have finished cell ``(t, layer)`` if loads left it alone."""
+        outlook = self._outlook
+        total = outlook.seconds(self.free)
+        if total is None:
+            return None
+        behind = self._has_free >> t << t
+        while behind:
+            i = (behind & -behind).bit_length() - 1
+            state = self.tiles[i]
+            beyond = state.free >> (layer + 1) if i == t else state.free
+            total -= (outlook.layer_seconds(state.work) or 0.0) * beyond.bit_count()
+            behind &= behind - 1
+        return total + outlook.current_left(now)
+
+    def _reached(self, channel: str, t: int, layer: int, now: float) -> float | None:
+        """Seconds until cell ``(t, layer)`` would be ready if ``channel`` left it alone: by
+        compute, or by another channel that has all the rest as well."""
+        if self._pools and self._outlook.requests > 1:
+            return self._outlook.seconds(self._outlook.all_work)
+        compute = self._compute_to(t, layer, now)
+        if compute is not None:
+            compute += self._work_before(channel)
+            if self.policy.overlaps:
+                compute += layer * (self._outlook.layer_seconds(self._suffix_work[0]) or 0.0)
+        for other in self._strides:
+            if other != channel and self.tiles[t].wanted.get(other, 0) >> layer & 1:
+                model = self._outlook.channel(other)
+                nbytes = model.in_flight_bytes + self.free_bytes[other]
+                seconds = model.left(nbytes, now) if model.bandwidth else None
+                if seconds is not None:
+                    compute = seconds if compute is None else min(compute, seconds)
+        return compute
+
+    def _flip(self, seconds: float, now: float) -> float:
+        """When :meth:`loads_left` will exceed ``seconds`` if nothing is delivered before."""
+        times = [_INFINITE]
+        for channel in self._strides:
+            nbytes, model = self._before(channel), self._outlook.channel(channel)
+            if model.in_flight:
+                when = model.slower_than(seconds, model.in_flight_bytes + nbytes, now)
+            elif nbytes:  # About to start, by all that is known.
+                when = now + max(seconds, self._outlook.transfer_seconds(channel, nbytes))
+            else:
+                continue
+            times.append(when)
+        return min(times)
+
+    def _gain(self, now: float) -> float | None:
+        """Share of the load-only time that both ends together would save, if all is known."""
+        load = self.loads_left(now)
+        if load is None:
+            return None
+        both = self._outlook.meeting(self.free, load, self._overlap())
+        if both is None:
+            return None
+        return 1 - both / load if load > 0.0 else 0.0
+
+    def _patience(self, now: float) -> float:
+        """How far loads may fall behind before a recompute that was not worth starting starts."""
+        if self.begun or self.policy.begin(self._gain(now)):
+            return 0.0
+        return 2 * max(
+            (self._outlook.transfer_seconds(c, self._before(c)) for c in self._strides),
+            default=0.0,
+        )
+
+    def plan(self, compute_backlog: float, load_backlog: float) -> None:
+        """Fix the staircase now, if the policy does that and all costs are known."""
+        layer = [self._outlook.layer_seconds(state.work) for state in self.tiles]
+        bandwidth = sum(self._outlook.channel(c).bandwidth or 0.0 for c in self._strides)
+        if not bandwidth or None in layer:
+            return
+        stride = max(self._strides.values())
+        chunk = self.spec.chunk_tokens
+        self.heights = self.policy.plan(
+            Planned(
+                num_layers=self.spec.num_layers,
+                layer_seconds=[seconds or 0.0 for seconds in layer],
+                load_seconds=[t.width // chunk * stride / bandwidth for t in self.spec.tiles],
+                compute_backlog=compute_backlog,
+                load_backlog=load_backlog,
+            )
+        )
+
+    def planned(self) -> tuple[float, float]:
+        """Seconds of compute and of loads that the plan still asks for (all, without a plan)."""
+        compute = load = 0.0
+        for t, state in enumerate(self.tiles):
+            free = state.free
+            below = free if self.heights is None else free & ((1 << self.heights[t]) - 1)
+            compute += below.bit_count() * (self._outlook.layer_seconds(state.work) or 0.0)
+            width = state.tile.width // self.spec.chunk_tokens
+            for channel, stride in self._strides.items():
+                bandwidth = self._outlook.channel(channel).bandwidth
+                if bandwidth:
+                    load += (free & ~below).bit_count() * width * stride / bandwidth
+        return compute, load

@@ -1,0 +1,230 @@
+"""The books of one request: which cells are ready, begun or free, and sums of what is left.
+
+What is left is kept as sums that change by differences, so that a question costs the same for 1,000
+tokens and for 100,000. Knows the cost models' terms but no costs, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from cacheflow.scheduling.outlook import Work
+from cacheflow.scheduling.tiles import TileState, bits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cacheflow.scheduling.outlook import Outlook
+    from cacheflow.scheduling.policies import Policy
+    from cacheflow.types import Coverage, Load, RequestSpec
+
+__all__ = ["Ledger"]
+
+_Counted: TypeAlias = tuple[int, dict[str, int], dict[str, int], int]
+"""What of a tile is in the sums: free cells, loadable by channel and by one alone, shared."""
+
+
+class Ledger:
+    """State of one request. Every method expects the caller to hold the scheduler's gate."""
+
+    def __init__(
+        self, spec: RequestSpec, policy: Policy, outlook: Outlook, *, pools: bool = False
+    ) -> None:
+        self.spec = spec
+        self._pools = pools
+        self.policy = policy
+        self.cancelled = False
+        self.begun = False
+        """Whether optional recompute has started (or was found worth starting)."""
+        self._left = False
+        """Whether the request no longer counts among all."""
+        self.leaves = False
+        """Whether compute last left the rest of the prefix to loads."""
+        self.computing = False
+        """Whether the compute worker is at it."""
+        self.is_first_to_compute = self.is_first_to_load = True
+        """Whether no request is more urgent: nothing of others is waited for before this one."""
+        self.turned_away: set[str] = set()
+        """Channels that had nothing to load for it when last asked."""
+        self.compute_turned_away = False
+        """The same for compute."""
+        self.todo = Work()
+        """All that nobody has begun: free cells of the prefix, and the suffix."""
+        self.free = Work()
+        """Free cells of the prefix alone."""
+        self.free_bytes: dict[str, int] = {}
+        """Left to be asked of each channel; cells of several channels count in each."""
+        work = outlook.compute.work
+        self.tiles = [
+            TileState(tile, spec.num_layers, spec.chunk_tokens, work(tile)) for tile in spec.tiles
+        ]
+        self._suffix_work = [work(piece) for piece in spec.suffix]
+        self.suffix_low = [0] * len(spec.suffix)
+        self._outlook = outlook
+        self._by_layers = policy.by_layers(spec)
+        self._whole_tiles = policy.whole_tiles(spec)
+        self.heights: Sequence[int] | None = None
+        """Planned layers of each tile to recompute, if the policy plans."""
+        self._strides: dict[str, int] = {}
+        self._only: dict[str, int] = {}
+        self._shared = 0
+        self._loads: dict[str, int] = {}
+        """Loads in flight, by channel."""
+        self._open = (1 << len(self.tiles)) - 1
+        """Tiles that are not complete."""
+        self._has_free = 0
+        self._running = 0
+        self._front = [0] * spec.num_layers
+        """Per layer: how many leading tiles are ready."""
+        self._counted: list[_Counted] = [(0, {}, {}, 0) for _ in self.tiles]
+        for t in range(len(self.tiles)):
+            self._recount(t)
+        for work_of_piece in self._suffix_work:
+            self._add_work(self.todo, spec.num_layers, work_of_piece)
+            outlook.all_suffixes.add(spec.num_layers, work_of_piece)
+        outlook.requests += 1
+
+    def _refresh(self, t: int) -> None:
+        self.tiles[t].refresh()
+        self._recount(t)
+
+    def _recount(self, t: int) -> None:
+        """Bring the sums up to date with what the tile says now."""
+        state = self.tiles[t]
+        free, counts, only, shared = self._counted[t]
+        now_free = state.free.bit_count()
+        if now_free != free:
+            self._add_work(self.todo, now_free - free, state.work)
+            self.free.add(now_free - free, state.work)
+        if state.counts != counts or state.only != only:
+            for channel, stride in self._strides.items():
+                delta = (state.counts.get(channel, 0) - counts.get(channel, 0)) * stride
+                self.free_bytes[channel] += delta
+                if not self._left:
+                    self._outlook.all_bytes[channel] += delta
+                if self.compute_turned_away:
+                    self._outlook.bytes_ahead[channel] += delta
+                alone = state.only.get(channel, 0) - only.get(channel, 0)
+                self._only[channel] += alone * stride
+        now_shared = state.union - sum(state.only.values())
+        self._shared += now_shared - shared
+        self._counted[t] = (now_free, state.counts, state.only, now_shared)
+        bit = 1 << t
+        self._has_free = self._has_free | bit if now_free else self._has_free & ~bit
+        if state.complete:
+            self._open &= ~bit
+
+    def _add_work(self, total: Work, count: int, work: tuple[float, float]) -> None:
+        total.add(count, work)
+        if not self._left:
+            self._outlook.all_work.add(count, work)
+        for channel in self.turned_away:
+            self._outlook.work_ahead[channel].add(count, work)
+
+    def turn_compute_away(self, away: bool) -> None:
+        """Compute found nothing to do here for now, so others are computed while this one loads."""
+        if away != self.compute_turned_away:
+            self.compute_turned_away = away
+            for channel, nbytes in self.free_bytes.items():
+                self._outlook.bytes_ahead[channel] += nbytes if away else -nbytes
+
+    def turn_away(self, channel: str, away: bool) -> None:
+        """``channel`` found nothing to load here for now: this one is computed first."""
+        if away != (channel in self.turned_away):
+            (self.turned_away.add if away else self.turned_away.discard)(channel)
+            self._outlook.work_ahead[channel].add_all(self.todo, 1 if away else -1)
+
+    def leave(self) -> None:
+        """The request is over: nothing of it counts any more. Idempotent."""
+        if self._left:
+            return
+        self._left = True
+        outlook = self._outlook
+        outlook.requests -= 1
+        outlook.all_work.add_all(self.todo, -1)
+        for i, work in enumerate(self._suffix_work):
+            outlook.all_suffixes.add(self.suffix_low[i] - self.spec.num_layers, work)
+        for channel, nbytes in self.free_bytes.items():
+            outlook.all_bytes[channel] -= nbytes
+
+    def extend(self, coverage: Coverage) -> None:
+        """A channel answered: it has these layers of these chunks."""
+        channel = coverage.channel
+        self._outlook.channel(channel)
+        if channel not in self._strides:
+            self.free_bytes[channel] = self._only[channel] = self._loads[channel] = 0
+        self._strides[channel] = coverage.stride
+        for t, state in enumerate(self.tiles):
+            state.extend(channel, coverage.layers)
+            self._refresh(t)
+
+    def drop_channel(self, channel: str) -> None:
+        """Stop counting on a channel: it is late or broken."""
+        for t, state in enumerate(self.tiles):
+            state.forget(channel)
+            self._refresh(t)
+
+    @property
+    def channels(self) -> Sequence[str]:
+        """Channels that have answered."""
+        return tuple(self._strides)
+
+    @property
+    def restored(self) -> bool:
+        """Every cell of the prefix is ready, none merely enqueued on the compute stream."""
+        return not (self._open or self._running)
+
+    @property
+    def finished(self) -> bool:
+        """Prefix restored and suffix computed."""
+        last = self.spec.num_layers
+        return self.restored and all(low == last for low in self.suffix_low)
+
+    @property
+    def position(self) -> int:
+        """First token of the lowest tile that is not complete."""
+        first = (self._open & -self._open).bit_length() - 1
+        return self.tiles[first].tile.start if first >= 0 else self.spec.prefix_tokens
+
+    @property
+    def last_free(self) -> int:
+        """First token of the highest tile with free cells (0 without one)."""
+        return self.tiles[self._has_free.bit_length() - 1].tile.start if self._has_free else 0
+
+    def _free_tiles(self) -> Iterator[int]:
+        tiles = self._has_free
+        while tiles:
+            yield (tiles & -tiles).bit_length() - 1
+            tiles &= tiles - 1
+
+    def _advance_front(self, layer: int) -> int:
+        front, tiles = self._front[layer], self.tiles
+        while front < len(tiles) and tiles[front].ready >> layer & 1:
+            front += 1
+        self._front[layer] = front
+        return front
+
+    def start(self, load: Load) -> None:
+        """The load's cells are claimed from now on."""
+        self._loads[load.channel] += 1
+        self.tiles[load.tile].claim(load)
+        self._refresh(load.tile)
+
+    def commit(self, load: Load) -> int:
+        """Layers (bitmap) of a verified load that may be published; compute took the others."""
+        state = self.tiles[load.tile]
+        layers = 0 if self.cancelled else bits(load.layers) & ~state.ready
+        state.commit(load, layers)
+        return layers
+
+    def landed(self, load: Load, layers: int) -> None:
+        """Published."""
+        self._loads[load.channel] -= 1
+        self.tiles[load.tile].landed(load, layers)
+        self._refresh(load.tile)
+
+    def lost(self, load: Load, chunks: Sequence[int]) -> None:
+        """Not delivered: other sources or recompute take over."""
+        self._loads[load.channel] -= 1
+        self.tiles[load.tile].lost(load, chunks)
+        self._refresh(load.tile)

@@ -1,0 +1,174 @@
+"""The load side of one request: which cells a channel should be asked for next.
+
+From the back, tile by tile and layer by layer; what holes depend on first; and what can hide behind
+the suffix last, in the order in which the suffix will need it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.scheduling.expectations import Expectations
+from cacheflow.types import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["Loading", "Reach"]
+
+_UNITS: Final = 128
+"""A load should take about this fraction of what is left, so that the last ones end together."""
+_LEAST_UNIT_SECONDS: Final = 0.004
+"""Below this the cost of a load's own steps would show."""
+_MOST: Final = 1 << 30
+_PLANNED_SHARE: Final = 0.1
+"""From this share of the time left on, what the suffix can hide decides the order of loads."""
+_LEAST_HELD: Final = 4
+"""Cells: fewer would win less than a load that lands late costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Cells a channel could be asked for in one load."""
+
+    tile: int
+    layers: Span
+    chunks: tuple[int, ...]
+    nbytes: int
+
+
+class Loading(Expectations):
+    """A request as channels see it."""
+
+    def next_reach(self, channel: str, now: float) -> Reach | None:
+        """The cells ``channel`` should be asked for next, from the back."""
+        if self.cancelled or not self.free_bytes.get(channel):
+            return None
+        if self._by_layers:
+            return self._top_layer(channel, now)
+        held = self._held_back(channel, now) if self.policy.overlaps else {}
+        for t in self._load_order():
+            mask = self._allowed(t, channel) & ~held.get(t, 0)
+            if mask:
+                return self._cut(channel, t, mask, now)
+        return self._lowest_layer(channel, held) if held else None
+
+    def _held_back(self, channel: str, now: float) -> dict[int, int]:
+        """Cells by tile that come last and from the lowest layer up, because they can hide behind
+        the suffix: all once compute has left them, before that as many of the highest layers as
+        arrive while the suffix is computed."""
+        if self.leaves:
+            allowed = {t: self._allowed(t, channel) for t in self._free_tiles()}
+            return {t: mask for t, mask in allowed.items() if mask}
+        meeting = self._meeting_tile(now)
+        if meeting is None:
+            return {}
+        tiles = {t: self._allowed(t, channel) for t in self._free_tiles() if t >= meeting}
+        stride = self._strides[channel] / self.spec.chunk_tokens
+        room = self._overlap() * (self._outlook.channel(channel).bandwidth or 0.0) / stride
+        if room < _LEAST_HELD * self.tiles[meeting].tile.width:
+            return {}
+        low, high = 0, self.spec.num_layers
+        while low < high:
+            middle = (low + high) // 2
+            tokens = sum(
+                (mask >> middle).bit_count() * self.tiles[t].tile.width for t, mask in tiles.items()
+            )
+            low, high = (low, middle) if tokens <= room else (middle + 1, high)
+        held = {t: mask >> low << low for t, mask in tiles.items()}
+        return {t: mask for t, mask in held.items() if mask}
+
+    def _meeting_tile(self, now: float) -> int | None:
+        """The tile in which compute is expected to leave the rest to loads; None where the suffix
+        is too short to plan for."""
+        if not (self.is_first_to_load and self.is_first_to_compute and self._has_free):
+            return None
+        hidden = self._overlap()
+        left = self.loads_left(now)
+        if left is None or hidden < _PLANNED_SHARE * left:
+            return None
+        if any(self.tiles[t].must > self.tiles[t].low for t in self._free_tiles()):
+            return None
+        spent, rate = hidden, left / (self.free.linear or 1.0)
+        for t in self._free_tiles():
+            state = self.tiles[t]
+            count = state.free.bit_count()
+            spent += count * (self._outlook.layer_seconds(state.work) or 0.0)
+            left -= count * state.work[0] * rate
+            if spent >= left:
+                return t
+        return None
+
+    def _lowest_layer(self, channel: str, masks: Mapping[int, int]) -> Reach:
+        """One load of the lowest layers: of one tile as long as no other has lower ones."""
+        lows = {t: (mask & -mask).bit_length() - 1 for t, mask in masks.items()}
+        t = min(lows, key=lambda each: (lows[each], each))
+        low = lows.pop(t)
+        chunks = self.tiles[t].chunks_for(channel, low)
+        stride = self._strides[channel] * len(chunks)
+        stop = min(lows.values(), default=_MOST)
+        stop = min(max(stop, low + 1), low + self._unit(channel, stride))
+        top = low + 1
+        while (
+            top < stop
+            and masks[t] >> top & 1
+            and (len(self.tiles[t].parts) == 1 or self.tiles[t].chunks_for(channel, top) == chunks)
+        ):
+            top += 1
+        return Reach(t, Span(low, top), chunks, stride * (top - low))
+
+    def _allowed(self, t: int, channel: str) -> int:
+        state = self.tiles[t]
+        if self._whole_tiles and (state.low or state.running) and not state.must:
+            return 0
+        mask = state.wanted.get(channel, 0)
+        if self.heights is not None:
+            mask = mask >> self.heights[t] << self.heights[t]
+        return mask
+
+    def _top_layer(self, channel: str, now: float) -> Reach | None:
+        masks = [self._allowed(t, channel) for t in range(len(self.tiles))]
+        top = max(mask.bit_length() for mask in masks) - 1
+        for t in range(len(masks) - 1, -1, -1):
+            if top >= 0 and masks[t] >> top & 1:
+                return self._cut(channel, t, 1 << top, now)
+        return None
+
+    def _load_order(self) -> Iterator[int]:
+        """Backward, but what a hole depends on before what lies behind it."""
+        holes = [t for t, state in enumerate(self.tiles) if state.must > state.low]
+        stop = len(self.tiles)
+        if not holes:
+            yield from range(stop - 1, -1, -1)
+            return
+        for first, end in zip([0, *holes], [*holes, stop], strict=True):
+            yield from range(end - 1, first - 1, -1)
+
+    def _cut(self, channel: str, t: int, mask: int, now: float) -> Reach | None:
+        """The topmost layers of ``mask`` with the same chunks, as many as one load should have."""
+        state = self.tiles[t]
+        top = mask.bit_length() - 1
+        chunks = state.chunks_for(channel, top)
+        stride = self._strides[channel] * len(chunks)
+        for size in (self._unit(channel, stride), 1):
+            low = top
+            while (
+                top - low + 1 < size
+                and low > 0
+                and mask >> (low - 1) & 1
+                and (len(state.parts) == 1 or state.chunks_for(channel, low - 1) == chunks)
+            ):
+                low -= 1
+            nbytes = stride * (top - low + 1)
+            load = self._outlook.load_seconds(channel, nbytes, now)
+            if self.policy.load(load, self._reached(channel, t, low, now)):
+                return Reach(t, Span(low, top + 1), chunks, nbytes)
+            if top == low:
+                break
+        return None
+
+    def _unit(self, channel: str, stride: int) -> int:
+        """How many layers one load should carry: a fraction of the time left, in whole layers."""
+        free = self.free_bytes[channel]
+        return self._outlook.unit_layers(channel, stride, free, _UNITS, _LEAST_UNIT_SECONDS)
