@@ -22,7 +22,7 @@ from rigs import costs_of, model_options, numbers, opened, prompts_of, ratio, sh
 
 from cacheflow.cli.bench_rig import SUFFIX_TOKENS
 from cacheflow.cli.output import progress
-from cacheflow.simulation.bounds import FluidRequest, batch_fluid_seconds, mean_lower_bound
+from cacheflow.simulation import FluidRequest, batch_fluid_seconds, mean_lower_bound
 from cacheflow.types import LayersComputed, LoadEnded, LoadOutcome
 
 if TYPE_CHECKING:

@@ -27,9 +27,7 @@ from cacheflow.cli.output import progress
 from cacheflow.costs import ComputeModel
 from cacheflow.restore import RestoreRequest
 from cacheflow.scheduling import BatchScheduler, load_policy
-from cacheflow.simulation.events import EventLoop
-from cacheflow.simulation.links import SerialLink
-from cacheflow.simulation.node import Node
+from cacheflow.simulation import EventLoop, Node, SerialLink
 from cacheflow.types import Coverage, LookedUp, Tile
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
     from cacheflow.cli.bench_rig import Prompt, Rig, Run
     from cacheflow.restore import Restorer
-    from cacheflow.simulation.node import Record
+    from cacheflow.simulation import Record
 
 LENGTHS = [512, 1024, 1536, 2048, 3072, 4096]
 QUICK_LENGTHS = [512, 768, 1024, 1536, 2048, 3072]

@@ -20,7 +20,7 @@ from rigs import layer_times, model_options, opened, prompts_of, ratio, show, sp
 from cacheflow.cli.bench_rig import SUFFIX_TOKENS
 from cacheflow.cli.output import progress
 from cacheflow.registry import load_backend
-from cacheflow.simulation.bounds import FluidRequest, batch_fluid_seconds
+from cacheflow.simulation import FluidRequest, batch_fluid_seconds
 from cacheflow.testing.vault import Vault
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rigs import costs_of, model_options, opened, prompts_of, ratio, show, sprea
 from cacheflow.cli.output import progress
 from cacheflow.scheduling import load_policy
 from cacheflow.scheduling.policies.adaptive import Adaptive
-from cacheflow.simulation.bounds import batch_fluid_seconds
+from cacheflow.simulation import batch_fluid_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,7 +24,7 @@ from rich.table import Table
 from cacheflow.cli.bench_rig import Prompt, Rig, real_tokens
 from cacheflow.cli.output import figures
 from cacheflow.errors import CacheFlowError
-from cacheflow.simulation.bounds import FluidRequest
+from cacheflow.simulation import FluidRequest
 from cacheflow.types import LayersComputed
 
 if TYPE_CHECKING:

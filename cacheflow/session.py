@@ -118,6 +118,7 @@ class CacheFlow:
             scheduler = BatchScheduler(
                 costs,
                 clock,
+                objective=settings.objective,
                 max_load_bytes=settings.staging_bytes // (8 * (len(backends) + 1)),
                 claim_ahead=engine.claim_ahead,
             )
@@ -182,6 +183,8 @@ class Session:
         max_new_tokens: int = 128,
         stop_tokens: Collection[int] = (),
         policy: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
         save: bool = True,
         report: Generation | None = None,
     ) -> AsyncIterator[int]:
@@ -190,6 +193,10 @@ class Session:
         What is resident is used, what is stored is restored, the rest is computed; afterwards the
         whole chunks of the history are stored (``save``). Abandoning the iterator keeps the session
         usable: it forgets its resident KV.
+
+        ``policy``: instead of the setting's. ``priority``: higher goes before others, whatever the
+        objective. ``deadline``: seconds from now in which the first token is wanted (objective
+        ``deadline`` serves the earliest first).
 
         Raises:
             ConfigError: the prompt is empty, too long for the model, or holds an impossible token.
@@ -202,7 +209,16 @@ class Session:
         async with self._busy:
             try:
                 request_id, resident = await self._open(prompt)
-                await self._restore(request_id, prompt, keys, arrival, resident, policy, report)
+                request = RestoreRequest(
+                    request_id,
+                    prompt,
+                    keys,
+                    arrival,
+                    resident,
+                    priority,
+                    None if deadline is None else arrival + deadline,
+                )
+                await self._restore(request, policy, report)
                 token = await self._flow.engine.first_token(request_id)
                 report.ttft_seconds = self._flow.clock.now() - arrival
                 for made in range(1, max_new_tokens + 1):
@@ -249,24 +265,16 @@ class Session:
         return self._request, 0
 
     async def _restore(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        keys: Sequence[ChunkKey],
-        arrival: float,
-        resident: int,
-        policy: str | None,
-        report: Generation,
+        self, request: RestoreRequest, policy: str | None, report: Generation
     ) -> None:
-        request = RestoreRequest(request_id, prompt, keys, arrival, resident)
         chosen = load_policy(policy or self._flow.settings.policy)
         restoration = await self._flow.restorer.run(request, chosen)
         if restoration.prefix_tokens:
             span = Span(0, restoration.prefix_tokens)
-            self._flow.engine.set_segments(request_id, span, restoration.segments)
-        self._tokens = list(prompt)
+            self._flow.engine.set_segments(request.id, span, restoration.segments)
+        self._tokens = list(request.tokens)
         report.restoration = restoration
-        report.cached_tokens = resident or restoration.stored_tokens
+        report.cached_tokens = request.resident or restoration.stored_tokens
 
     async def _save(self, request_id: str) -> dict[str, Saved]:
         return await self._flow._saver.save(request_id, self._flow.keys(self._tokens))

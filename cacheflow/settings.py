@@ -27,7 +27,7 @@ __all__ = ["Settings", "TierSettings", "default_cache_dir"]
 
 
 def default_cache_dir() -> Path:
-    """Where models and costs are kept: ``$XDG_CACHE_HOME/cacheflow``, else ``~/.cache/cacheflow``."""
+    """Where models and costs are kept: ``$XDG_CACHE_HOME`` or ``~/.cache``, in ``cacheflow``."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "cacheflow"
 
@@ -71,7 +71,12 @@ class Settings(BaseSettings):
     """Cap of the host memory that loads land in before they are verified."""
     load_deadline: float = Field(default=30.0, gt=0, le=3600)
     """Seconds after which any one load is given up and recomputed: an absolute upper bound."""
-    policy: Literal["adaptive", "load", "recompute"] = "adaptive"
+    policy: Literal[
+        "adaptive", "staircase", "two-pointer", "cake", "cake-sjf", "load", "recompute"
+    ] = "adaptive"
+    """Who makes a cell ready: docs/scheduling.md says what each does."""
+    objective: Literal["tail", "mean", "deadline", "makespan"] = "tail"
+    """What the order of waiting requests is for."""
     salt: SecretStr = SecretStr("")
     """Tenant salt: other salts never share stored chunks. Hashed into keys, never stored."""
 

@@ -180,7 +180,7 @@ class ChannelModel:
         self._adopt()
 
     def _see(self, count: int, stalls: float, nbytes: int, seconds: float) -> None:
-        """Remember what a busy channel delivered; one slow row counts as a few, not as a hundred."""
+        """Remember what a busy channel delivered; one slow row counts as three at most."""
         if self._per_byte is not None:
             expected = stalls * self._latency + nbytes * self._per_byte
             seconds = min(seconds, _OUTLIER * expected)
@@ -257,7 +257,7 @@ class ChannelModel:
         return next(iter(self._begun.values()))[0]
 
     def take_checks(self) -> list[float]:
-        """What loads took over what was predicted, since the last call (the latest few hundred)."""
+        """What loads took over what was predicted: the latest few hundred since the last call."""
         return self._checks.take()
 
     # -- from one process to the next ----------------------------------------------------------

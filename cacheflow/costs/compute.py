@@ -103,7 +103,7 @@ class ComputeModel:
         self._checks.append(ratio)
 
     def take_checks(self) -> list[float]:
-        """What layers took over what was predicted, since the last call (the latest few hundred)."""
+        """What layers took over what was predicted: the latest few hundred since the last call."""
         return self._checks.take()
 
     # -- from one process to the next ----------------------------------------------------------

@@ -27,6 +27,10 @@ class RestoreRequest:
     arrival: float
     resident: int = 0
     """Leading tokens whose KV the engine still has: only what follows is computed."""
+    priority: int = 0
+    """Higher goes first, whatever the objective."""
+    deadline: float | None = None
+    """When the first token is wanted, on the restorer's clock."""
 
     def spec(self, layout: KVLayout, grid: TileGrid, stored: int | None = None) -> RequestSpec:
         """Positions only. At least the last token is always computed, so a prompt that is stored
@@ -51,6 +55,8 @@ class RestoreRequest:
             num_layers=layout.num_layers,
             tiles=grid.split(0, prefix),
             suffix=grid.split(max(prefix, self.resident), total),
+            priority=self.priority,
+            deadline=self.deadline,
         )
 
 

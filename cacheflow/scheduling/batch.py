@@ -193,6 +193,7 @@ class BatchScheduler:
             return None
         frontier.begin(work)
         frontier.computing = True
+        frontier.taken_at = self._rank(frontier, COMPUTE, now)
         frontier.turn_compute_away(False)
         self._compute.drop(request_id)
         self._wake.pop(request_id, None)
@@ -224,6 +225,8 @@ class BatchScheduler:
         if waiting is None:
             return False
         (priority, key, _), _ = waiting
+        if (priority, key) >= frontier.taken_at[:2]:
+            return False  # Its rank only got better since.
         own_priority, own_key, _ = self._rank(frontier, COMPUTE, now)
         if priority != own_priority:
             return priority < own_priority

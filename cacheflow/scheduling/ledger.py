@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from cacheflow.scheduling.outlook import Outlook
     from cacheflow.scheduling.policies import Policy
+    from cacheflow.scheduling.queue import Rank
     from cacheflow.types import Coverage, Load, RequestSpec
 
 __all__ = ["Ledger"]
@@ -40,6 +41,8 @@ class Ledger:
         """Whether the request no longer counts among all."""
         self.leaves = False
         """Whether compute last left the rest of the prefix to loads."""
+        self.taken_at: Rank = (0, 0.0, 0)
+        """Its rank when compute last turned to it."""
         self.computing = False
         """Whether the compute worker is at it."""
         self.is_first_to_compute = self.is_first_to_load = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ async def turn(engine: Any, settings: Settings, events: list[Event]) -> Any:
 async def test_a_session_begins_with_what_the_last_one_learned(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """The first start is cold; it leaves its costs; a file damaged meanwhile is a cold start too."""
+    """The first start is cold; it leaves its costs; a file damaged meanwhile is a cold one too."""
     tier = TierSettings(name="disk", backend="nvme", options={"path": str(tmp_path / "disk")})
     settings = Settings(cache_dir=tmp_path / "cache", tiers=(tier,), keep_costs=True)
     path = settings.cache_dir / "costs.json"
@@ -128,11 +129,11 @@ async def test_a_session_begins_with_what_the_last_one_learned(
         assert await turn(engine, settings, events) is None
         assert any(type(event).__name__ == "CostChecked" for event in events)
         key = compute_key(engine.identity, engine.grid_id)
-        assert CostStore(path).compute(key) is not None
+        assert await asyncio.to_thread(CostStore(path).compute, key) is not None
         assert await turn(engine, settings, []) is not None
         path.write_bytes(b"{")
         assert await turn(engine, settings, []) is None
-        assert CostStore(path).compute(key) is not None
+        assert await asyncio.to_thread(CostStore(path).compute, key) is not None
         off = Settings(cache_dir=tmp_path / "none", tiers=(tier,), keep_costs=False)
         assert await turn(engine, off, []) is None
         assert not (tmp_path / "none").exists()

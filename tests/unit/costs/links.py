@@ -1,4 +1,4 @@
-"""Links in virtual time that finish loads as real channels do, and a driver that keeps them busy."""
+"""Links in virtual time that finish loads as real channels do, and how to keep them busy."""
 
 from __future__ import annotations
 

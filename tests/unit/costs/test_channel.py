@@ -71,7 +71,7 @@ def test_one_load_is_repeated_exactly() -> None:
 def test_latency_and_bandwidth_are_told_apart(
     link: tuple[float, float], depth: int, noise: float, seed: int
 ) -> None:
-    """Loads of several sizes, alone and behind others: both are found, and so is what comes next."""
+    """Loads of several sizes, alone and behind others: both are found, and what comes next."""
     speed, latency = link
     chance, model, now = random.Random(seed), ChannelModel(), 0.0
     typical = max(speed * 4e-3, 16)

@@ -118,7 +118,7 @@ def test_it_finds_the_truth_under_noise(rates: Rates, seed: int) -> None:
 
 
 def test_a_launch_makes_narrow_tiles_dear() -> None:
-    """Once narrow and wide tiles were seen, a tile of another width is predicted with its launch."""
+    """Once narrow and wide tiles were seen, one of another width is predicted with its launch."""
     model, seconds = ComputeModel(LINEAR, ATTENTION), truth((2e-3, 1e-12, 3e-12))
     narrow = [tile(4096, width) for width in (16, 64, 256)]
     for seed in range(3):
@@ -129,7 +129,7 @@ def test_a_launch_makes_narrow_tiles_dear() -> None:
 
 
 def test_one_width_alone_is_safe() -> None:
-    """With one tile seen a thousand times, others are predicted between half and twice the truth."""
+    """With one tile seen a thousand times, others are predicted at half to twice the truth."""
     model = ComputeModel(LINEAR, ATTENTION)
     learn(model, MACHINE, [TILES[0]] * 33, noise=0.05)
     assert error(model, MACHINE, TILES[0]) < 0.05

@@ -48,7 +48,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert store.channel("disk") == CHANNEL
         assert store.compute("disk") is None
         assert store.channel("model") is None
-    assert os.listdir(path.parent) == ["costs.json"]
+    assert [each.name for each in path.parent.iterdir()] == ["costs.json"]
     assert not caplog.records
 
 
@@ -180,7 +180,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(
     monkeypatch.setattr(os, "replace", full)
     assert not store.save({"model": ComputeProfile(1, 1, 1, 1)}, {})
     assert store.compute("model") == COMPUTE
-    assert os.listdir(tmp_path) == ["costs.json"]
+    assert [each.name for each in tmp_path.iterdir()] == ["costs.json"]
 
 
 def test_keys_say_what_decides_the_costs() -> None:

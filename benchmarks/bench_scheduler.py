@@ -1,0 +1,189 @@
+"""What a decision costs: every call of the scheduler timed, with 100 to 10,000 active restores.
+
+make bench-scheduler
+
+Virtual time, real calls: requests of log-normal length stay active, one that ends is replaced, so
+the number of active restores is what the row says. Nothing but the calls themselves is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import heapq
+import json
+import random
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+from cacheflow.clock import ManualClock
+from cacheflow.costs import ComputeModel
+from cacheflow.scheduling import BatchScheduler, load_policy
+from cacheflow.types import Claim, ComputeDone, Coverage, RequestSpec, TileGrid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cacheflow.types import Load, Tile, TileWork
+
+LAYERS: Final = 32
+CHUNK: Final = 256
+STRIDE: Final = 1 << 20
+BANDWIDTH: Final = 12.5e9
+LIMITS: Final = {"median_us": 30.0, "p99_us": 150.0}
+"""With 1,000 active restores."""
+
+
+def layer_seconds(tile: Tile) -> float:
+    """A layer of an 8B model on a fast GPU, about."""
+    return (4e-5 * tile.width + 2.5e-9 * tile.width * (tile.start + tile.stop) / 2) / LAYERS
+
+
+class Timed:
+    """A scheduler in virtual time that notes how long each of its calls took."""
+
+    def __init__(self, active: int, objective: str, seed: int) -> None:
+        self.clock = ManualClock()
+        self.scheduler = BatchScheduler(ComputeModel(1.0, 1e-4), self.clock, objective=objective)
+        self.calls: dict[str, list[int]] = {}
+        self._chance = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = count()
+        self._work: TileWork | None = None
+        self._free_at = 0.0
+        self._warm()
+        for _ in range(active):
+            self._arrive()
+        self.calls.clear()
+
+    def run(self, events: int) -> None:
+        """Play that many events."""
+        for _ in range(events):
+            now = self.clock.now()
+            if self._work is None:
+                batch = self._time("next_compute", self.scheduler.next_compute, now)
+                if batch is not None:
+                    self._work = batch.work[0]
+                    self._layer(self._work, self._work.first_layer)
+            while (
+                load := self._time("next_load", self.scheduler.next_load, "link", now)
+            ) is not None:
+                self._start(load)
+            when, _, action, details = heapq.heappop(self._events)
+            self.clock.advance(max(0.0, when - now))
+            action(*details)
+
+    def _time(self, name: str, call: Callable[..., Any], *details: Any) -> Any:
+        begin = time.perf_counter_ns()
+        result = call(*details)
+        self.calls.setdefault(name, []).append(time.perf_counter_ns() - begin)
+        return result
+
+    def _warm(self) -> None:
+        grid, channel = TileGrid(), self.scheduler.channel("link")
+        for index in range(30):
+            tile = grid.tile(index % 10)
+            self.scheduler._outlook.compute.observe(tile, layer_seconds(tile))
+            channel.started(-index - 1, STRIDE, index * STRIDE / BANDWIDTH)
+            channel.ended(-index - 1, (index + 1) * STRIDE / BANDWIDTH, delivered=True)
+        self.clock.advance(1.0)
+
+    def _arrive(self) -> None:
+        grid = TileGrid()
+        tokens = int(min(max(self._chance.lognormvariate(9.2, 1.0), CHUNK), 128 << 10))
+        prefix = tokens // CHUNK * CHUNK
+        spec = RequestSpec(
+            id=f"r{next(self._number)}",
+            arrival=self.clock.now(),
+            prefix_tokens=prefix,
+            total_tokens=prefix + 64,
+            chunk_tokens=CHUNK,
+            num_layers=LAYERS,
+            tiles=grid.split(0, prefix),
+            suffix=grid.split(prefix, prefix + 64),
+        )
+        full = ((1 << LAYERS) - 1,) * (prefix // CHUNK)
+        self._time("admit", self.scheduler.admit, spec, load_policy("adaptive"))
+        coverage = Coverage("link", full, STRIDE)
+        self._time("extend_coverage", self.scheduler.extend_coverage, spec.id, coverage)
+
+    def _at(self, when: float, action: Callable[..., None], *details: Any) -> None:
+        heapq.heappush(self._events, (when, next(self._number), action, details))
+
+    def _layer(self, work: TileWork, layer: int) -> None:
+        if self._time("claim", self.scheduler.claim, work, layer) is Claim.REFUSED:
+            self._work = None
+            self._time("computed", self.scheduler.computed, ComputeDone(work, layer, ()))
+            self._look(work.request_id)
+            self._at(self.clock.now(), lambda: None)
+            return
+        self._at(self.clock.now() + layer_seconds(work.tile), self._layer, work, layer + 1)
+
+    def _start(self, load: Load) -> None:
+        self._free_at = max(self._free_at, self.clock.now()) + load.nbytes / BANDWIDTH
+        self._at(self._free_at, self._land, load)
+
+    def _land(self, load: Load) -> None:
+        granted = self._time("commit", self.scheduler.commit, load)
+        self._time("loaded", self.scheduler.loaded, load, granted, self.clock.now())
+        self._look(load.request_id)
+
+    def _look(self, request_id: str) -> None:
+        """Replace a request that is over."""
+        scheduler = self.scheduler
+        if request_id in scheduler._requests and scheduler.finished(request_id):
+            self._time("remove", scheduler.remove, request_id)
+            self._arrive()
+
+
+def quantile(values: list[int], share: float) -> float:
+    """In microseconds."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] / 1e3
+
+
+def measure(active: int, events: int, objective: str) -> dict[str, Any]:
+    """One row: decisions are what a resource asks before it begins something."""
+    timed = Timed(active, objective, seed=active)
+    gc.collect()
+    gc.freeze()
+    timed.run(events)
+    asked = ("next_compute", "claim", "next_load")
+    decisions = [value for name in asked for value in timed.calls.get(name, [])]
+    row: dict[str, Any] = {"active": active, "objective": objective, "decisions": len(decisions)}
+    row |= {"median_us": quantile(decisions, 0.5), "p99_us": quantile(decisions, 0.99)}
+    row["calls"] = {
+        name: {"count": len(values), "median": quantile(values, 0.5), "p99": quantile(values, 0.99)}
+        for name, values in timed.calls.items()
+    }
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What a decision of the scheduler costs.")
+    parser.add_argument("--active", default="100,300,1000,3000,10000")
+    parser.add_argument("--events", type=int, default=20_000)
+    parser.add_argument("--objective", default="tail")
+    parser.add_argument("--json", action="store_true")
+    parsed = parser.parse_args()
+    sizes = [int(size) for size in parsed.active.split(",")]
+    rows = [measure(size, parsed.events, parsed.objective) for size in sizes]
+    if parsed.json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print(
+                f"{row['active']:6d} active: median {row['median_us']:6.1f} us, "
+                f"p99 {row['p99_us']:6.1f} us ({row['decisions']} decisions)"
+            )
+            for name, call in row["calls"].items():
+                print(
+                    f"         {name:16s} {call['median']:7.1f} {call['p99']:7.1f} us "
+                    f"({call['count']})"
+                )
+    limited = [row for row in rows if row["active"] == 1000]
+    return int(any(row[name] > limit for row in limited for name, limit in LIMITS.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
