@@ -18,7 +18,19 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rigs import costs_of, model_options, numbers, opened, prompts_of, ratio, show, spread, start
+from rigs import (
+    costs_of,
+    layer_times,
+    model_options,
+    numbers,
+    opened,
+    prompts_of,
+    ratio,
+    show,
+    slowdown,
+    spread,
+    start,
+)
 
 from cacheflow.cli.bench_rig import SUFFIX_TOKENS
 from cacheflow.cli.output import progress
@@ -77,6 +89,8 @@ class Batch:
         self.rounds: list[Round] = []
         self.costs: list[FluidRequest] = []
         """Of each request, in the order in which the first round recomputed them."""
+        self.alone: Run | None = None
+        """That recompute."""
         self._restorers: dict[str, Restorer] = {}
         self._stack = AsyncExitStack()
 
@@ -86,7 +100,7 @@ class Batch:
         self._restorers["control"] = alone
         await self._control()  # not counted: the engine warms up
         first = Round(list(order), await self._control())
-        run = await self.rig.together(alone, self._in(order), "recompute")
+        run = self.alone = await self.rig.together(alone, self._in(order), "recompute")
         if any(way.name == "recompute" for way in ways):
             first.runs["recompute"] = run
         nbytes = sum(self.rig.nbytes(prompt.prefix) for prompt in self.prompts)
@@ -120,6 +134,16 @@ class Batch:
                     restorer, self._in(order), way.policy
                 )
             tell()
+
+    def slowdown(self, one: Round, run: Run) -> float:
+        """How much longer compute took than alone, drift aside: see :func:`rigs.slowdown`."""
+        assert self.alone is not None
+        alone = dict(zip(self.rounds[0].order, self.alone.ids, strict=True))
+        pairs = [
+            (layer_times(run.events, name), layer_times(self.alone.events, alone[prompt]))
+            for prompt, name in zip(one.order, run.ids, strict=True)
+        ]
+        return slowdown(pairs) * self.rounds[0].control / one.control
 
     async def aclose(self) -> None:
         """Close the restorers and the link."""
@@ -209,6 +233,7 @@ def _figures(batch: Batch, name: str, best: Sequence[float]) -> dict[str, Any]:
         "last_to_best": spread([one.runs[name].last / best[i] for i, one in mine]),
         "efficiency": spread([one.makespan_bound / one.runs[name].last for _, one in mine]),
         "mean_to_bound": spread([one.runs[name].mean / one.mean_bound for _, one in mine]),
+        "compute_slowdown": spread([batch.slowdown(one, one.runs[name]) for _, one in mine]),
         "compute_busy": spread([_compute_busy(run) for run in runs]),
         "link_busy": spread([_link_busy(batch, run) for run in runs]),
         "mean_ttft_to": versus,
@@ -262,15 +287,28 @@ def tell(found: dict[str, Any]) -> None:
                 f"{way['last_to_best']['median']:.3f}",
                 f"{way['efficiency']['median']:.3f}",
                 busy,
+                f"{way['compute_slowdown']['median']:.2f}",
                 str(way["rounds"]),
             )
         )
-    heads = ("way", "mean TTFT", "spread", "below", "last", "/best", "eff.", "busy c/l", "n")
+    heads = (
+        "way",
+        "mean TTFT",
+        "spread",
+        "below",
+        "last",
+        "/best",
+        "eff.",
+        "busy c/l",
+        "slow",
+        "n",
+    )
     bound = spread(found["mean_bound_s"])["median"], spread(found["makespan_bound_s"])["median"]
     caption = (
         f"seconds, medians over n shuffles. below: how far the mean TTFT of {first} is below this "
         f"way's in the same round. No order beats a mean of {bound[0]:.2f} or a last of "
-        f"{bound[1]:.2f} (eff.: that / last). Control, first round = 1: {min(found['drift']):.3f} "
+        f"{bound[1]:.2f} (eff.: that / last). slow: compute's time for its cells by that of "
+        f"recompute alone. Control, first round = 1: {min(found['drift']):.3f} "
         f"to {max(found['drift']):.3f}."
     )
     show(f"{len(found['lengths'])} prefixes together, {found['model']}", heads, rows, caption)

@@ -15,7 +15,17 @@ import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from rigs import layer_times, model_options, opened, prompts_of, ratio, show, spread, start
+from rigs import (
+    layer_times,
+    model_options,
+    opened,
+    prompts_of,
+    ratio,
+    show,
+    slowdown,
+    spread,
+    start,
+)
 
 from cacheflow.cli.bench_rig import SUFFIX_TOKENS
 from cacheflow.cli.output import progress
@@ -52,6 +62,7 @@ class Split:
         """Seconds to load the memory tier's half and nothing else."""
         self.restored: list[float] = []
         self.bounds: list[float] = []
+        self.slowdowns: list[float] = []
         self.sources: dict[str, float] = {}
 
     async def lay_out(
@@ -69,6 +80,16 @@ class Split:
         link = await rig.open_link(bandwidth, folder)
         stack.push_async_callback(link.aclose)
         return {"memory": memory, "link": link}
+
+    def note(self, rig: Rig, run: Run, recompute: Run, bandwidth: float) -> None:
+        """Take in one restore; ``recompute``: recompute alone in the same round."""
+        result = run.restorations[0]
+        self.restored.append(result.restored_seconds)
+        self.bounds.append(self.bound(rig, recompute, bandwidth))
+        mine = layer_times(run.events, run.ids[0])
+        self.slowdowns.append(slowdown([(mine, layer_times(recompute.events, recompute.ids[0]))]))
+        cells = {"recompute": result.recomputed_cells, **result.loaded_cells}
+        self.sources = {name: count / sum(cells.values()) for name, count in cells.items()}
 
     def bound(self, rig: Rig, recompute: Run, bandwidth: float) -> float:
         """No schedule is faster: see :func:`two_channel_seconds`."""
@@ -145,11 +166,8 @@ async def _rounds(
         if number:
             recompute = await rig.together(alone, [prompt], "recompute")
         for split in splits:
-            result = await rig.alone(restorers[split.name], prompt, options.policy)
-            split.restored.append(result.restored_seconds)
-            split.bounds.append(split.bound(rig, recompute, bandwidth))
-            cells = {"recompute": result.recomputed_cells, **result.loaded_cells}
-            split.sources = {name: count / sum(cells.values()) for name, count in cells.items()}
+            run = await rig.together(restorers[split.name], [prompt], options.policy)
+            split.note(rig, run, recompute, bandwidth)
             tell()
     return summary(options, splits)
 
@@ -182,6 +200,7 @@ def summary(options: argparse.Namespace, splits: Sequence[Split]) -> dict[str, A
                 "over_bound": spread(
                     [a / b for a, b in zip(split.restored, split.bounds, strict=True)]
                 ),
+                "compute_slowdown": split.slowdowns,
                 "memory_alone_s": split.memory_seconds,
                 "sources": split.sources,
             }
@@ -204,11 +223,15 @@ def tell(found: dict[str, Any]) -> None:
                 f"{over['median']:.3f}",
                 f"{over['min']:.3f}-{over['max']:.3f}",
                 " / ".join(f"{share:.0%}" for share in shares),
+                f"{statistics.median(split['compute_slowdown']):.2f}",
             )
         )
-    heads = ("memory holds", "restored", "bound", "ratio", "spread", "comp. / mem. / link")
-    caption = f"seconds, medians; {found['tokens']} tokens; the link alone takes as long as"
-    caption += f" recompute / {found['compute_io']:g} for the whole prefix"
+    heads = ("memory holds", "restored", "bound", "ratio", "spread", "comp. / mem. / link", "slow")
+    caption = (
+        f"seconds, medians; {found['tokens']} tokens; the link alone takes as long as recompute / "
+        f"{found['compute_io']:g} for the whole prefix; slow: compute's time for its cells by "
+        "that of recompute alone"
+    )
     show(f"two sources, {found['model']}", heads, rows, caption)
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "prompts_of",
     "ratio",
     "show",
+    "slowdown",
     "spread",
     "start",
 ]
@@ -170,6 +171,22 @@ def costs_of(rig: Rig, run: Run, bandwidth: float) -> list[FluidRequest]:
             )
         )
     return costs
+
+
+def slowdown(pairs: Iterable[tuple[Sequence[LayerTime], Sequence[LayerTime]]]) -> float:
+    """Seconds that compute took for its cells by those of the same cells by recompute alone.
+
+    ``pairs``: a request's times in the run looked at, and alone. 1 where nothing was computed.
+    What is above 1 is not the scheduler's doing: loads, or other programs, were in compute's way.
+    """
+    spent = expected = 0.0
+    for mine, alone in pairs:
+        known = {(time.tile, time.layer): time.seconds for time in alone if not time.is_suffix}
+        for time in mine:
+            if not time.is_suffix:
+                spent += time.seconds
+                expected += known[time.tile, time.layer]
+    return spent / expected if expected else 1.0
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

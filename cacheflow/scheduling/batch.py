@@ -139,8 +139,6 @@ class BatchScheduler:
                 if work is not None:
                     return work
             while (waiting := self._compute.waiting()) is not None:
-                if self._moved(self._compute, COMPUTE, waiting, now):
-                    continue
                 parked = self._compute.parked()
                 work = self._ask_compute(
                     waiting[1], now, is_first=parked is None or waiting < parked
@@ -248,8 +246,6 @@ class BatchScheduler:
                 if load is not None:
                     return load
             while (waiting := queue.waiting()) is not None:
-                if self._moved(queue, channel, waiting, now):
-                    continue
                 parked = queue.parked()
                 left = self._requests[waiting[1]].loads_left(now)
                 if not self._outlook.has_room(channel, left):
@@ -324,15 +320,6 @@ class BatchScheduler:
         order = frontier.policy.order or self._order
         key = order.key(frontier, resource, now)
         return -frontier.spec.priority, key, self._numbers[frontier.spec.id]
-
-    def _moved(self, queue: Queue, resource: str, entry: tuple[Rank, str], now: float) -> bool:
-        """Whether the most urgent request is not that any more, ranked by what is known now."""
-        stored, request_id = entry
-        rank = self._rank(self._requests[request_id], resource, now)
-        if rank <= stored:
-            return False
-        queue.put(request_id, rank)
-        return queue.waiting() != (rank, request_id)
 
     def _changed(self, frontier: Frontier, now: float) -> None:
         """Something of the request ended or became known: every resource may want it again."""
