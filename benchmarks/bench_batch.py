@@ -280,10 +280,10 @@ def tell(found: dict[str, Any]) -> None:
         rows.append(
             (
                 name,
-                f"{mean['median']:.2f}",
-                f"{mean['min']:.2f}-{mean['max']:.2f}",
+                f"{mean['median']:.4g}",
+                f"{(mean['max'] - mean['min']) / mean['median']:.0%}",
                 f"{1 - 1 / versus['median']:.0%}" if versus else "",
-                f"{way['last_s']['median']:.2f}",
+                f"{way['last_s']['median']:.4g}",
                 f"{way['last_to_best']['median']:.3f}",
                 f"{way['efficiency']['median']:.3f}",
                 busy,
@@ -291,23 +291,12 @@ def tell(found: dict[str, Any]) -> None:
                 str(way["rounds"]),
             )
         )
-    heads = (
-        "way",
-        "mean TTFT",
-        "spread",
-        "below",
-        "last",
-        "/best",
-        "eff.",
-        "busy c/l",
-        "slow",
-        "n",
-    )
+    heads = ("way", "mean", "spread", "below", "last", "/best", "eff.", "c/l busy", "slow", "n")
     bound = spread(found["mean_bound_s"])["median"], spread(found["makespan_bound_s"])["median"]
     caption = (
-        f"seconds, medians over n shuffles. below: how far the mean TTFT of {first} is below this "
-        f"way's in the same round. No order beats a mean of {bound[0]:.2f} or a last of "
-        f"{bound[1]:.2f} (eff.: that / last). slow: compute's time for its cells by that of "
+        f"seconds, medians over n shuffles; mean: of the TTFTs. below: how far the mean of {first} "
+        f"is below this way's in the same round. No order beats a mean of {bound[0]:.2f} or a last "
+        f"of {bound[1]:.2f} (eff.: that / last). slow: compute's time for its cells by that of "
         f"recompute alone. Control, first round = 1: {min(found['drift']):.3f} "
         f"to {max(found['drift']):.3f}."
     )

@@ -293,16 +293,10 @@ class TransformersEngine:
 
     async def last_logits(self, request_id: str) -> torch.Tensor:
         """Logits ``[vocabulary]`` (fp32, on the CPU) after the last prompt token."""
-        request = self._request(request_id)
-        last = request.last
+        last = self._request(request_id).last
         if last is None:
             raise RuntimeError(f"request {request_id!r}: its last token was not computed")
-
-        def work() -> torch.Tensor:
-            with self._streams.compute():
-                return self._walker.logits(last)[0, -1].float().cpu()
-
-        return await self._on(self._compute, [request], work)
+        return last
 
     async def reference_logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """The same from the model's own forward pass, cold and in one piece."""

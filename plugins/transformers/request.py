@@ -38,7 +38,7 @@ class OpenRequest:
     paused: dict[int, Paused] = field(default_factory=dict)
     """By first token of the tile."""
     last: torch.Tensor | None = None
-    """Final hidden state ``[1, 1, hidden_size]`` of the last token, once computed."""
+    """Logits ``[vocabulary]`` after the last token (fp32, on the CPU), once computed."""
     segments: list[Segment] = field(default_factory=list)
     busy: set[asyncio.Future[Any]] = field(default_factory=set)
     """Work on the lanes that still touches the pages."""

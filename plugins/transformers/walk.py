@@ -142,8 +142,8 @@ class Walker:
             if layer > 0:
                 request.paused[work.tile.start] = Paused(hidden, layer)
         elif work.tile.stop == len(request.tokens):
-            # Copied out: a view would keep the whole tile's hidden state alive.
-            request.last = hidden[:, -1:].clone()
+            # Here and now: on its own it would queue behind the next request's tile.
+            request.last = self.logits(hidden[:, -1:])[0, -1].float().cpu()
 
     def _held(
         self, reaches: Iterable[Sequence[tuple[Page, int]]]

@@ -185,7 +185,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(
 
 def test_keys_say_what_decides_the_costs() -> None:
     """Another model, device, thread count, backend or option is another key; secrets stay out."""
-    identity = {"weights": "abc", "layers": 3}
+    identity: dict[str, str | int] = {"weights": "abc", "layers": 3}
     keys = [
         compute_key(identity, "threads=1"),
         compute_key(identity, "threads=2"),

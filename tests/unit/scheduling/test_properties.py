@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -113,7 +114,7 @@ class Play:
         for index, after in instance.trouble.cancels.items():
             if index < len(self.specs):
                 spec = self.specs[index]
-                self.run.at(spec.arrival + after, lambda spec=spec: self.run.cancel(spec.id))
+                self.run.at(spec.arrival + after, partial(self.run.cancel, spec.id))
 
     def play(self) -> None:
         self.run.run(*(spec.id for spec in self.specs))

@@ -56,7 +56,8 @@ def request(name: str, arrival: float, prefix: int, deadline: float | None = Non
 
 def stream(load: float, prefix: int, until: float, seed: int = 0) -> list[RequestSpec]:
     """Poisson arrivals that keep both resources busy for the share ``load`` of the time."""
-    chance, now, found = random.Random(seed), 0.0, []
+    chance, now = random.Random(seed), 0.0
+    found: list[RequestSpec] = []
     work = pooled(request("", 0.0, prefix))
     while now < until:
         now += chance.expovariate(load / work)
