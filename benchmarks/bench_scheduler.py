@@ -160,6 +160,7 @@ def measure(active: int, events: int, objective: str) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Print a row a size; 1 if a limit is not kept."""
     parser = argparse.ArgumentParser(description="What a decision of the scheduler costs.")
     parser.add_argument("--active", default="100,300,1000,3000,10000")
     parser.add_argument("--events", type=int, default=20_000)

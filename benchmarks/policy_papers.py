@@ -178,7 +178,8 @@ def _reductions(times: Sequence[Sequence[float]]) -> Table:
     heads = ("below", "claimed", "least", "median", "most", "points of 10 % or more", "verdict")
     note = (
         f"TTFT of adaptive below the baseline's over {len(times)} points: Llama-3.1-8B and "
-        "Qwen3-8B on an H100, 10/40/80 Gbps, 2k to 64k, one request. Kept: no point below 10 %."
+        "Qwen3-8B on an H100, 10/40/80 Gbps, 2k to 64k, one request, cells of 4 layers. Kept: no "
+        "point below 10 %."
     )
     return Table("The claim of 10-62 % less TTFT", heads, tuple(rows), note)
 

@@ -61,9 +61,11 @@ class ChannelModel:
         "_fresh",
         "_in_flight",
         "_latency",
+        "_opened_with",
         "_per_byte",
         "_progress",
         "_row",
+        "_steady",
         "_total",
         "_unit",
         "_wasted",
@@ -85,6 +87,10 @@ class ChannelModel:
         """When the channel last became busy or finished something."""
         self._fresh = True
         """Nothing was delivered yet since the channel became busy."""
+        self._steady = False
+        """A row behind the first was learned from since then."""
+        self._opened_with = 0
+        """Loads in flight when the row began."""
         self._wasted = 0.0
         self._row = (0, 0.0, 0, 0.0)
         """Loads, latencies waited out, bytes and seconds not yet learned from."""
@@ -126,7 +132,7 @@ class ChannelModel:
         expected = self.left(self._total + nbytes, now) if self._per_byte is not None else None
         if not self._in_flight:
             self._progress = now
-            self._fresh = True
+            self._fresh, self._steady, self._opened_with = True, False, 0
         self._in_flight[load_id] = nbytes
         self._begun[load_id] = (now, expected)
         self._total += nbytes
@@ -155,7 +161,7 @@ class ChannelModel:
         )
         self._wasted = 0.0
         if total and (self._fresh or count > len(self._in_flight)):
-            self._learn()
+            self._close()
         self._fresh = False
 
     def _stall(self, start: float, since: float) -> float:
@@ -166,12 +172,21 @@ class ChannelModel:
         latency = self._latency
         return max(start + latency - since, 0.0) / latency if latency > 0.0 else 0.0
 
-    def _learn(self) -> None:
-        count, stalls, nbytes, seconds = self._row
-        self._row = (0, 0.0, 0, 0.0)
+    def _close(self) -> None:
+        """Learn from the row, unless the channel runs dry: parallel streams that end together had
+        most of their bytes before, and rows with as many in flight as ever were there to tell."""
+        row, self._row = self._row, (0, 0.0, 0, 0.0)
+        flying = len(self._in_flight)
+        self._see(*row)
+        if self._steady and flying < self._opened_with:
+            self._adopt()
+        else:
+            self._learn(*row)
+            self._steady = not self._fresh
+        self._opened_with = flying
+
+    def _learn(self, count: int, stalls: float, nbytes: int, seconds: float) -> None:
         seconds = max(seconds, _LEAST_SECONDS)
-        if not self._fresh:
-            self._see(count, stalls, nbytes, seconds)
         if self._fit.rates is None:
             self._unit = nbytes / count
             self._fit.start((seconds, seconds / nbytes, 0.0), (0.0, 1.0, 0.0))
@@ -181,6 +196,8 @@ class ChannelModel:
 
     def _see(self, count: int, stalls: float, nbytes: int, seconds: float) -> None:
         """Remember what a busy channel delivered; one slow row counts as three at most."""
+        if self._fresh:
+            seconds = max(seconds - stalls * self._latency, 0.1 * seconds)
         if self._per_byte is not None:
             expected = stalls * self._latency + nbytes * self._per_byte
             seconds = min(seconds, _OUTLIER * expected)

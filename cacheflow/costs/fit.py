@@ -25,7 +25,7 @@ _UNSURE: Final = 10.0
 """An observation beyond this factor of what was little more than a guess counts as this far off."""
 _SURE: Final = 0.05
 """Variance of a prediction's relative error below which it is no guess."""
-_SHAKEN: Final = 0.1
+_SHAKEN: Final = 0.03
 """Share of the prior's uncertainty that comes back with a new speed: not all may have changed."""
 _LEAST: Final = 1e-3
 """Of a rate's unit: where work stays positive, predictions must."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import transformers
 
 from cacheflow.errors import CapacityError, ClosedError, ConfigError
+from cacheflow.types import Claim, ComputeBatch, TileWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,3 +232,28 @@ async def test_use_after_close(engine_for: Engines) -> None:
         for call in calls:
             with pytest.raises(ClosedError):
                 await call
+
+
+async def test_the_first_token_does_not_wait_for_the_next_request(engine_for: Engines) -> None:
+    """Once a suffix is computed its first token is there, whatever the compute thread is at."""
+    held, free = threading.Event(), threading.Event()
+
+    def claim(_work: TileWork, _layer: int) -> Claim:
+        held.set()
+        assert free.wait(30)
+        return Claim.WRITE
+
+    async with engine_for("llama") as engine:
+        await engine.open("a", prompt(40))
+        await engine.open("b", prompt(32, seed=2))
+        await engine.prefill("a")
+        work = TileWork("b", engine.grid.tile(0), 0)
+        busy = asyncio.create_task(engine.recompute(ComputeBatch((work,)), claim))
+        try:
+            assert await asyncio.to_thread(held.wait, 30)
+            async with asyncio.timeout(10):
+                token = await engine.first_token("a")
+            assert token in range(128)
+        finally:
+            free.set()
+            await busy
