@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DramBackend", "DramOptions"]
 
-_PATIENCE: Final = 0.0005
-"""Seconds a result may wait for the next: a turn of the loop a copy costs more than it is worth."""
+_GROUP_BYTES: Final = 4 << 20
+"""Copied in one go: the way to a thread and back costs as much as copying some 100 KiB."""
 
 
 class DramOptions(Options):
@@ -96,7 +96,7 @@ class DramBackend(StorageBackend):
             if item is not None:
                 item.lease.hold.release()
 
-        results = load_on_threads(self._threads, reads, copy, let_go, patience=_PATIENCE)
+        results = load_on_threads(self._threads, reads, copy, let_go, group_bytes=_GROUP_BYTES)
         async with aclosing(results):
             async for result in results:
                 yield result

@@ -37,7 +37,8 @@ _REPEATS: Final = 7
 
 @dataclass
 class Point:
-    """One prefix length over one link: seconds until the prefix was ready, a value a round."""
+    """One prefix length over one link, a value a round: seconds that restoring the prefix costs the
+    first token, that is TTFT less what the suffix takes when everything is there."""
 
     tokens: int
     link: Link
@@ -116,7 +117,7 @@ class Bench:
         tokens = points[0].tokens
         async with AsyncExitStack() as stack:
             alone = await stack.enter_async_context(self._rig.restorer({}))
-            recompute, cells = await self._recompute(alone, tokens)
+            recompute, suffix, cells = await self._recompute(alone, tokens)
             restorers = []
             for point in points:
                 bandwidth = point.link.bandwidth(self._rig.nbytes(tokens), recompute)
@@ -126,21 +127,25 @@ class Bench:
                 restorers.append(await stack.enter_async_context(restorer))
             for number in range(rounds):
                 if number:
-                    recompute, cells = await self._recompute(alone, tokens)
+                    recompute, suffix, cells = await self._recompute(alone, tokens)
                 for point, restorer in zip(points, restorers, strict=True):
                     point.recompute.append(recompute)
-                    await self._both(restorer, point, cells)
+                    await self._both(restorer, point, suffix, cells)
                     tell()
 
     async def _both(
-        self, restorer: Restorer, point: Point, cells: dict[tuple[int, int], float]
+        self,
+        restorer: Restorer,
+        point: Point,
+        suffix: float,
+        cells: dict[tuple[int, int], float],
     ) -> None:
         """Load alone, then adaptive, over one link; several times where that is over in moments."""
         layout, grid = self._rig.engine.layout, self._rig.engine.grid
         for _ in range(_REPEATS):
-            point.load.append(await self._load_alone(restorer, point))
+            point.load.append(await self._load_alone(restorer, point, suffix))
             result = await self._run(restorer, point.tokens, ADAPTIVE)
-            point.adaptive.append(result.restored_seconds)
+            point.adaptive.append(result.computed_seconds - suffix)
             point.recomputed.append(result.recomputed_share)
             tiles = grid.split(0, point.tokens)
             point.fluid.append(fluid(cells, point.load[-1], tiles, layout.num_layers))
@@ -149,19 +154,20 @@ class Bench:
 
     async def _recompute(
         self, restorer: Restorer, tokens: int
-    ) -> tuple[float, dict[tuple[int, int], float]]:
-        """Seconds, and seconds of every cell, of recompute alone."""
+    ) -> tuple[float, float, dict[tuple[int, int], float]]:
+        """Seconds of recompute alone, of the suffix after it, and of every cell."""
         result = await self._run(restorer, tokens, "recompute")
-        return result.restored_seconds, cell_seconds(self._rig.events)
+        suffix = result.computed_seconds - result.restored_seconds
+        return result.restored_seconds, suffix, cell_seconds(self._rig.events)
 
-    async def _load_alone(self, restorer: Restorer, point: Point) -> float:
+    async def _load_alone(self, restorer: Restorer, point: Point, suffix: float) -> float:
         """Seconds of load alone; where that takes minutes, of a shorter prefix, scaled."""
         tokens, ratio = point.tokens, point.link.ratio
         if ratio is not None and ratio < _SLOW and tokens > _SCALED_TOKENS:
             point.load_is_scaled = True
             tokens = _SCALED_TOKENS
         result = await self._run(restorer, tokens, "load")
-        return result.restored_seconds * point.tokens / tokens
+        return (result.computed_seconds - suffix) * point.tokens / tokens
 
     async def _run(self, restorer: Restorer, tokens: int, policy: str) -> Restoration:
         """One restore of the first ``tokens`` tokens; nothing of it stays in memory."""

@@ -99,67 +99,53 @@ class Saver:
         keys: Sequence[ChunkKey],
         segments: tuple[Segment, ...],
     ) -> Saved:
-        try:
-            async with asyncio.timeout(self._deadline):
-                wanted = await self._wanted(backend, keys, segments)
-        except Exception as error:  # a third party's backend may raise anything: nothing is stored
-            reason = str(error) or type(error).__name__
-            _log.warning("tier %s: lookup before storing failed, nothing stored: %s", name, reason)
-            return Saved(dropped=len(keys))
-        stored = 0
-        for chunk in wanted:
-            outcome = await self._save_chunk(
-                name, backend, request_id, keys[chunk], chunk, segments
-            )
-            stored += outcome == TransferStatus.OK
-            if outcome == LoadOutcome.LATE:
-                break
-        return Saved(stored, len(keys) - len(wanted), len(wanted) - stored)
+        save = _Save(name, backend, request_id, segments, self._canonical_chunks(segments))
+        with self._turns.watch(name, keys) as turns:
+            try:
+                async with asyncio.timeout(self._deadline):
+                    wanted = await self._wanted(save, keys)
+            except Exception as error:  # a third party's backend may raise anything: none is stored
+                why = str(error) or type(error).__name__
+                _log.warning("tier %s: lookup before storing failed, nothing stored: %s", name, why)
+                return Saved(dropped=len(keys))
+            stored, kept = 0, len(keys) - len(wanted)
+            for chunk in wanted:
+                outcome = await self._save_in_turn(save, keys[chunk], chunk, turns[chunk])
+                stored += outcome == TransferStatus.OK
+                kept += outcome == _KEPT
+                if outcome == LoadOutcome.LATE:
+                    break
+        return Saved(stored, kept, len(keys) - stored - kept)
 
-    async def _wanted(
-        self, backend: StorageBackend, keys: Sequence[ChunkKey], segments: Sequence[Segment]
-    ) -> list[int]:
+    def _canonical_chunks(self, segments: Sequence[Segment]) -> int:
+        return canonical_tokens(segments, self._engine.grid) // self._engine.layout.chunk_tokens
+
+    async def _wanted(self, save: _Save, keys: Sequence[ChunkKey]) -> list[int]:
         """Chunks that are not stored, or stored from another history while ours is canonical."""
         whole = Span(0, self._engine.layout.num_layers)
-        canonical = canonical_tokens(segments, self._engine.grid)
         wanted = []
-        for chunk, infos in enumerate(await backend.lookup(keys)):
-            ours = (chunk + 1) * self._engine.layout.chunk_tokens <= canonical
+        for chunk, infos in enumerate(await save.backend.lookup(keys)):
             good = [i for i in infos if i.key.layers == whole and i.layout == self._engine.layout]
-            if not good or (ours and not any(i.canonical for i in good)):
+            if not good or (save.is_canonical(chunk) and not any(i.canonical for i in good)):
                 wanted.append(chunk)
         return wanted
 
-    async def _save_chunk(
-        self,
-        name: str,
-        backend: StorageBackend,
-        request_id: str,
-        key: ChunkKey,
-        chunk: int,
-        segments: tuple[Segment, ...],
-    ) -> str:
-        """How it ended: a :class:`TransferStatus`, or late."""
-        layout, start = self._engine.layout, self._clock.now()
-        nbytes = layout.payload_bytes()
+    async def _save_in_turn(self, save: _Save, key: ChunkKey, chunk: int, turn: Turn) -> str:
+        """How it ended: a :class:`TransferStatus`, late, or kept."""
         try:
             async with asyncio.timeout(self._deadline):
-                lease = await self._pool.lease(nbytes, STAGING_OWNER)
+                await turn.begin()
         except TimeoutError:
-            outcome, reason = LoadOutcome.LATE.value, "no staging memory came free"
-        else:
-            with lease:
-                part = StagedPart(chunk, Span(0, layout.num_layers), lease.view)
-                await to_the_end(asyncio.ensure_future(self._engine.capture(request_id, [part])))
-                write = await self._seal(key, chunk, lease, segments)
-                nbytes = write.nbytes
-                outcome, reason = await self._store(backend, write)
-        if outcome != TransferStatus.OK:
-            _log.warning("tier %s: chunk %d was not stored (%s: %s)", name, chunk, outcome, reason)
-        stop = self._clock.now()
-        self._observer(StoreEnded(name, 1, nbytes, start, stop, outcome))
-        return outcome
+            self._ended(save, chunk, 0, self._clock.now(), LATE, "another save still stores it")
+            return LATE
+        if turn.is_kept(save.is_canonical(chunk)):
+            turn.end()
+            return _KEPT
+        return await self._save_chunk(save, key, chunk, turn)
 
+    async def _save_chunk(self, save: _Save, key: ChunkKey, chunk: int, turn: Turn) -> str:
+        layout, start = self._engine.layout, self._clock.now()
+        nbytes = layout.payload_bytes()
     async def _store(self, backend: StorageBackend, write: Write) -> tuple[str, str]:
         try:
             async with asyncio.timeout(self._deadline):

@@ -91,9 +91,7 @@ class Expectations(Ledger):
             if self._shared:
                 nbytes -= self.free_bytes[channel] - self._only[channel]
             if nbytes > 0 or self._loads[channel]:
-                model = self._outlook.channel(channel)
-                queued = model.in_flight_bytes + nbytes
-                seconds = model.left(queued, now)
+                seconds = self._outlook.channel(channel).left(self._queued(channel, nbytes), now)
                 if seconds is None:
                     return None
                 longest = max(longest, seconds)
@@ -109,6 +107,15 @@ class Expectations(Ledger):
             ahead = self._outlook.bytes_ahead[channel]
             nbytes += ahead - (nbytes if self.compute_turned_away else 0)
         return nbytes
+
+    def _queued(self, channel: str, nbytes: int) -> int:
+        """Bytes on their way and ``nbytes`` more; without any more, only up to the last of its own:
+        what others asked for later does not keep it waiting."""
+        model = self._outlook.channel(channel)
+        last = self._last_load.get(channel)
+        if nbytes > 0 or last is None:
+            return model.in_flight_bytes + nbytes
+        return model.ahead(last)
 
     def _work_before(self, channel: str) -> float:
         """Seconds of compute for more urgent requests, from which ``channel`` has turned away."""
@@ -158,7 +165,7 @@ class Expectations(Ledger):
         for channel in self._strides:
             nbytes, model = self._before(channel), self._outlook.channel(channel)
             if model.in_flight:
-                when = model.slower_than(seconds, model.in_flight_bytes + nbytes, now)
+                when = model.slower_than(seconds, self._queued(channel, nbytes), now)
             elif nbytes:  # About to start, by all that is known.
                 when = now + max(seconds, self._outlook.transfer_seconds(channel, nbytes))
             else:

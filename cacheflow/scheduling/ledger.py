@@ -73,6 +73,8 @@ class Ledger:
         self._shared = 0
         self._loads: dict[str, int] = {}
         """Loads in flight, by channel."""
+        self._last_load: dict[str, int] = {}
+        """The latest of them."""
         self._open = (1 << len(self.tiles)) - 1
         """Tiles that are not complete."""
         self._has_free = 0
@@ -210,6 +212,7 @@ class Ledger:
     def start(self, load: Load) -> None:
         """The load's cells are claimed from now on."""
         self._loads[load.channel] += 1
+        self._last_load[load.channel] = load.id
         self.tiles[load.tile].claim(load)
         self._refresh(load.tile)
 

@@ -27,6 +27,8 @@ __all__ = ["Link", "VirtualRun", "make_spec"]
 
 _VAIN_ASKS: Final = 100
 """Work whose first claim is refused in the same instant: after so many, nothing will change."""
+_VAIN_WAKES: Final = 1000
+"""Timers in a row without an event between them: an event loop would spin."""
 
 
 def make_spec(
@@ -110,6 +112,7 @@ class VirtualRun:
         self._pending: set[str] = set()
         self._flying: Counter[str] = Counter()
         self._over: set[str] = set()
+        self._wakes = 0
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Call ``action`` when the clock reads ``when`` (or at the next event, if that is past)."""
@@ -153,8 +156,12 @@ class VirtualRun:
                 at, _, action = heapq.heappop(self._events)
                 self._advance(at)
                 action()
+                self._wakes = 0
             else:
                 self._advance(timer)
+                self._wakes += 1
+                if self._wakes > _VAIN_WAKES:
+                    raise RuntimeError(f"woken for nothing again and again at {timer}")
 
     def settle(self) -> None:
         """Let all that is under way end (loads that recompute has overtaken), begin nothing."""

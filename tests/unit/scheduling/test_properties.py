@@ -253,3 +253,17 @@ def test_the_single_ways_keep_to_themselves(instance: Instance) -> None:
     play.play()
     assert set(play.checked.written.values()) <= {"recompute"}
     assert all(link.busy == 0 for link in play.run.links.values())
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_channels_that_never_answer_hold_nobody_up(channels: int) -> None:
+    """Cold, and everything hangs: all requests are recomputed, one after the other, though the
+    first one's loads block every channel."""
+    hang = Trouble(hanging=1.0, patience=1e3)
+    instance = Instance(
+        [21, 24], [29, 200], [0.0, 0.1], 1, 0.02, 1e-3, [1e6] * channels, 0.0, hang, 0
+    )
+    play = Play(instance, "adaptive", "mean")
+    play.play()
+    work = sum(play._cost(tile) for spec in play.specs for tile in (*spec.tiles, *spec.suffix))
+    assert max(play.run.finished_at.values()) <= work * 1.05
