@@ -1,6 +1,7 @@
 """The way back: whole chunks of a request's KV, sealed with their provenance, into every tier.
 
-The canonical copy of a chunk wins its key: it replaces another one and is never replaced.
+The canonical copy of a chunk wins its key: it replaces another one and is never replaced (by saves
+of this process; those of others into a shared tier are not seen).
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import ClosedError
 from cacheflow.kv import canonical_tokens, clip_segments, seal
 from cacheflow.memory import buffer_from
 from cacheflow.restore.tasks import to_the_end
+from cacheflow.restore.turns import Turns
 from cacheflow.types import (
     LoadOutcome,
     ObjectKey,
@@ -31,11 +33,14 @@ if TYPE_CHECKING:
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.clock import Clock
     from cacheflow.memory import Lease, StagingPool
+    from cacheflow.restore.turns import Turn
     from cacheflow.types import ChunkKey, Observer, Segment
 
 __all__ = ["STAGING_OWNER", "Saved", "Saver"]
 
 _log = logging.getLogger(__name__)
+_KEPT: Final = "kept"
+"""Another save stored a copy at least as good while this one waited."""
 STAGING_OWNER = "being stored"
 """Name under which the staging pool counts what is being stored."""
 
@@ -49,6 +54,20 @@ class Saved:
     """Already there, at least as good."""
     dropped: int = 0
     """Refused by a cap or failed; counted, logged, and recomputed when needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """One save into one tier."""
+
+    tier: str
+    backend: StorageBackend
+    request_id: str
+    segments: tuple[Segment, ...]
+    canonical_chunks: int
+
+    def is_canonical(self, chunk: int) -> bool:
+        return chunk < self.canonical_chunks
 
 
 class Saver:
@@ -73,6 +92,7 @@ class Saver:
         self._observer = observer
         self._deadline = deadline
         self._sealers = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
+        self._turns = Turns()
         self._closed = False
 
     def close(self) -> None:
@@ -132,20 +152,56 @@ class Saver:
 
     async def _save_in_turn(self, save: _Save, key: ChunkKey, chunk: int, turn: Turn) -> str:
         """How it ended: a :class:`TransferStatus`, late, or kept."""
+        start, lease = self._clock.now(), None
         try:
             async with asyncio.timeout(self._deadline):
                 await turn.begin()
         except TimeoutError:
-            self._ended(save, chunk, 0, self._clock.now(), LATE, "another save still stores it")
-            return LATE
-        if turn.is_kept(save.is_canonical(chunk)):
-            turn.end()
-            return _KEPT
-        return await self._save_chunk(save, key, chunk, turn)
+            return self._late(save, chunk, start, "another save of it has not ended")
+        try:
+            if turn.is_kept(save.is_canonical(chunk)):
+                return _KEPT
+            try:
+                async with asyncio.timeout(self._deadline):
+                    lease = await self._pool.lease(
+                        self._engine.layout.payload_bytes(), STAGING_OWNER
+                    )
+            except TimeoutError:
+                return self._late(save, chunk, start, "no staging memory came free")
+            with lease:
+                write = await self._capture(save, key, chunk, lease)
+                return await self._store_in_turn(save, chunk, write, start, turn)
+        finally:
+            self._turns.end(save.tier, key, lease.hold if lease else None)
 
-    async def _save_chunk(self, save: _Save, key: ChunkKey, chunk: int, turn: Turn) -> str:
-        layout, start = self._engine.layout, self._clock.now()
-        nbytes = layout.payload_bytes()
+    async def _store_in_turn(
+        self, save: _Save, chunk: int, write: Write, start: float, turn: Turn
+    ) -> str:
+        may_be_there = True
+        try:
+            outcome, reason = await self._store(save.backend, write)
+            may_be_there = outcome in (TransferStatus.OK, LoadOutcome.LATE)
+        finally:
+            if may_be_there:
+                turn.stored(save.is_canonical(chunk))
+        self._ended(save, chunk, write.nbytes, start, outcome, reason)
+        return outcome
+
+    def _late(self, save: _Save, chunk: int, start: float, reason: str) -> str:
+        nbytes = self._engine.layout.payload_bytes()
+        self._ended(save, chunk, nbytes, start, LoadOutcome.LATE, reason)
+        return LoadOutcome.LATE.value
+
+    def _ended(
+        self, save: _Save, chunk: int, nbytes: int, start: float, outcome: str, reason: str
+    ) -> None:
+        if outcome != TransferStatus.OK:
+            _log.warning(
+                "tier %s: chunk %d was not stored (%s: %s)", save.tier, chunk, outcome, reason
+            )
+        stop = self._clock.now()
+        self._observer(StoreEnded(save.tier, 1, nbytes, start, stop, outcome))
+
     async def _store(self, backend: StorageBackend, write: Write) -> tuple[str, str]:
         try:
             async with asyncio.timeout(self._deadline):
@@ -157,26 +213,27 @@ class Saver:
             return TransferStatus.FAILED.value, str(error) or type(error).__name__
         return result.status.value, str(result.error or "")
 
-    async def _seal(
-        self, key: ChunkKey, chunk: int, lease: Lease, segments: tuple[Segment, ...]
-    ) -> Write:
-        layout = self._engine.layout
-        tokens = Span(chunk * layout.chunk_tokens, (chunk + 1) * layout.chunk_tokens)
-        name = ObjectKey(key, Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
-        canonical = tokens.stop <= canonical_tokens(segments, self._engine.grid)
-
-        def work() -> Write:
-            info, header = seal(
-                name,
-                layout,
-                lease.view,
-                grid_id=self._engine.grid_id,
-                segments=clip_segments(segments, tokens),
-                canonical=canonical,
-            )
-            return Write(info, (buffer_from(header), lease.buffer))
-
+    async def _capture(self, save: _Save, key: ChunkKey, chunk: int, lease: Lease) -> Write:
+        """The KV of ``chunk`` out of the engine into ``lease``, sealed."""
+        part = StagedPart(chunk, Span(0, self._engine.layout.num_layers), lease.view)
+        capturing = self._engine.capture(save.request_id, [part])
+        await to_the_end(asyncio.ensure_future(capturing))
         if self._closed:
             raise ClosedError("CacheFlow was closed during a save")
-        sealing = asyncio.get_running_loop().run_in_executor(self._sealers, work)
+        sealing = asyncio.get_running_loop().run_in_executor(
+            self._sealers, self._seal, save, key, chunk, lease
+        )
         return await to_the_end(asyncio.ensure_future(sealing))
+
+    def _seal(self, save: _Save, key: ChunkKey, chunk: int, lease: Lease) -> Write:
+        layout = self._engine.layout
+        tokens = Span(chunk * layout.chunk_tokens, (chunk + 1) * layout.chunk_tokens)
+        info, header = seal(
+            ObjectKey(key, Span(0, layout.num_layers), Span(0, layout.num_kv_heads)),
+            layout,
+            lease.view,
+            grid_id=self._engine.grid_id,
+            segments=clip_segments(save.segments, tokens),
+            canonical=save.is_canonical(chunk),
+        )
+        return Write(info, (buffer_from(header), lease.buffer))

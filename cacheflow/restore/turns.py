@@ -65,14 +65,12 @@ class Turns:
             for key in keys:
                 self._leave(tier, key)
 
-    def end_when_idle(self, tier: str, key: ChunkKey, hold: InFlight) -> None:
-        """End the turn once ``hold`` is idle: a store given up may still land."""
-        turn = self._turns[tier, key]
-        if not hold.in_flight:
-            turn.end()
+    def end(self, tier: str, key: ChunkKey, hold: InFlight | None) -> None:
+        """End the turn, once ``hold`` is idle: a store that was given up may still land."""
+        if hold is None or not hold.in_flight:
+            self._turns[tier, key].end()
             return
-        loop = asyncio.get_running_loop()
-        turn.watchers += 1
+        loop, turn = asyncio.get_running_loop(), self._join(tier, key)
 
         def on_loop() -> None:
             turn.end()
