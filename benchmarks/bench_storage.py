@@ -2,8 +2,8 @@
 
 nvme reads against fio (psync, O_DIRECT, the very same files, as many jobs as the backend has
 threads), dram loads against memcpy on as many threads (with and without verifying checksums),
-throttled links against what they are set to, and warm lookups of a prefix. Medians of rounds, with
-the spread of the paired ratios.
+throttled links against what they are set to, warm lookups of a prefix, and how long making a
+prompt's keys holds up the event loop. Medians of rounds, with the spread of the paired ratios.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cacheflow.kv import format_name, seal, verify
+from cacheflow.kv import chunk_keys, extend_keys, format_name, key_root, seal, verify
 from cacheflow.memory import StagingPool, buffer_from
+from cacheflow.session import TOKENS_IN_ONE_GO
 from cacheflow.storage_backends.dram import DramBackend
 from cacheflow.storage_backends.nvme import NvmeBackend
 from cacheflow.storage_backends.throttled import Link, ThrottledBackend
@@ -40,13 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cacheflow.abc import StorageBackend
-    from cacheflow.memory import Lease
-    from cacheflow.types import ChunkInfo
+    from cacheflow.types import Buffer, ChunkInfo
 
 MIB = 1 << 20
 SIZES = (1 * MIB, 4 * MIB)
 DEPTH = 4
 """Loads at a time."""
+KEY_TOKENS = (8_192, 32_768, 131_072)
+"""Prompt lengths whose keys are made."""
 LINKS = ((100 << 10, 2e6), (100 << 10, 200e6), (MIB, 25e6), (8 * MIB, 200e6))
 """Unit of reading and bandwidth."""
 
@@ -107,25 +109,26 @@ async def load_all(
     then: Callable[[ChunkInfo, memoryview], None] | None = None,
 ) -> float:
     """Bytes a second of reading ``ranges`` (info, offset, bytes), ``batch`` of them in each of
-    ``depth`` loads at a time (a restore reads the chunks of a tile in one load). ``then`` runs on
-    a thread with what has arrived, before its load counts as ended."""
-    pool = StagingPool(depth * batch * max(nbytes for _, _, nbytes in ranges))
+    ``depth`` loads at a time (a restore reads the chunks of a tile in one load), over and over into
+    the same memory, as what they are compared with does. ``then`` runs on a thread with what has
+    arrived, before its load counts as ended."""
+    room = max(nbytes for _, _, nbytes in ranges)
+    pool = StagingPool(depth * batch * room)
     loop, verifiers = asyncio.get_running_loop(), ThreadPoolExecutor(2)
     batches = iter([ranges[at : at + batch] for at in range(0, len(ranges), batch)])
 
     async def worker() -> None:
-        for some in batches:
-            leases = [await pool.lease(nbytes) for _, _, nbytes in some]
-            reads = [
-                Read(info.key, offset, lease.buffer)
-                for (info, offset, _), lease in zip(some, leases, strict=True)
-            ]
-            async for result in backend.load(reads):
-                assert result.status is TransferStatus.OK, result
-            if then is not None:
-                await loop.run_in_executor(verifiers, each, then, some, leases)
-            for lease in leases:
-                lease.release()
+        with await pool.lease(batch * room) as lease:
+            for some in batches:
+                buffers = [lease.part(at * room, item[2]) for at, item in enumerate(some)]
+                reads = [
+                    Read(info.key, offset, buffer)
+                    for (info, offset, _), buffer in zip(some, buffers, strict=True)
+                ]
+                async for result in backend.load(reads):
+                    assert result.status is TransferStatus.OK, result
+                if then is not None:
+                    await loop.run_in_executor(verifiers, each, then, some, buffers)
 
     pool.view[:] = bytes(len(pool.view))  # touch it: page faults are not what is measured
     start = time.perf_counter()
@@ -141,11 +144,12 @@ async def load_all(
 def each(
     then: Callable[[ChunkInfo, memoryview], None],
     some: Sequence[tuple[ChunkInfo, int, int]],
-    leases: Sequence[Lease],
+    buffers: Sequence[Buffer],
 ) -> None:
     """``then`` for each of a batch."""
-    for (info, _, _), lease in zip(some, leases, strict=True):
-        then(info, lease.view)
+    for (info, _, _), buffer in zip(some, buffers, strict=True):
+        assert buffer.view is not None
+        then(info, buffer.view)
 
 
 def fio(files: Sequence[Path], size: int, jobs: int) -> float:
@@ -302,6 +306,31 @@ async def bench_lookup(folder: Path) -> dict[str, float]:
     return {"first_ms": times[0], "warm_ms": statistics.median(settled), "worst_ms": max(settled)}
 
 
+def bench_keys() -> list[dict[str, float]]:
+    """Keys of prompts, in one go and in the pieces in which a session makes them: milliseconds in
+    all, and the longest that the event loop is held up."""
+    root, chance, rows = key_root({"model": "bench"}), random.Random(0), []
+    for length in KEY_TOKENS:
+        tokens = [chance.randrange(50_000) for _ in range(length)]
+        whole, total, longest = [], [], []
+        for _ in range(15):
+            start = time.perf_counter()
+            chunk_keys(root, tokens, 256)
+            whole.append(time.perf_counter() - start)
+            keys: list[ChunkKey] = []
+            pieces, done = [], False
+            while not done:
+                start = time.perf_counter()
+                done = extend_keys(keys, root, tokens, 256, limit=TOKENS_IN_ONE_GO)
+                pieces.append(time.perf_counter() - start)
+            total.append(sum(pieces))
+            longest.append(max(pieces))
+        figures = {"in_one_go_ms": whole, "in_pieces_ms": total, "longest_piece_ms": longest}
+        medians = {name: 1e3 * statistics.median(times) for name, times in figures.items()}
+        rows.append({"tokens": length, **medians})
+    return rows
+
+
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows for people."""
     result = Table(title="storage: GB/s, medians; ratio with its spread over the rounds")
@@ -326,7 +355,8 @@ async def main(options: argparse.Namespace) -> None:
     """Run what is asked for and print it."""
     rows: list[Row] = []
     lookup: dict[str, float] = {}
-    steps = {"lookup": 1, "dram": 2 * options.rounds, "links": len(LINKS)}
+    keys: list[dict[str, float]] = []
+    steps = {"lookup": 1, "keys": 1, "dram": 2 * options.rounds, "links": len(LINKS)}
     steps["nvme"] = 2 * options.rounds
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as base,
@@ -338,6 +368,9 @@ async def main(options: argparse.Namespace) -> None:
             match name:
                 case "lookup":
                     lookup = await bench_lookup(Path(base) / "lookup")
+                    bar.advance(task)
+                case "keys":
+                    keys = await asyncio.to_thread(bench_keys)
                     bar.advance(task)
                 case "dram":
                     rows += await bench_dram(options, lambda: bar.advance(task))
@@ -351,13 +384,19 @@ async def main(options: argparse.Namespace) -> None:
                     )
     summaries = [row.summary() for row in rows]
     if options.json:
-        print(json.dumps({"rows": summaries, "lookup_of_32_chunks": lookup}))
+        print(json.dumps({"rows": summaries, "lookup_of_32_chunks": lookup, "keys": keys}))
         return
     if rows:
         Console().print(table(summaries))
     if lookup:
         text = ", ".join(f"{name.removesuffix('_ms')} {ms:.2f} ms" for name, ms in lookup.items())
         print(f"lookup of 32 chunks: {text} (target: warm under 5 ms)")
+    for row in keys:
+        print(
+            f"keys of {row['tokens']:,} tokens: {row['in_one_go_ms']:.1f} ms in one go, "
+            f"{row['in_pieces_ms']:.1f} ms in pieces, of which the longest "
+            f"{row['longest_piece_ms']:.2f} ms (target: under 5 ms)"
+        )
 
 
 def parse() -> argparse.Namespace:
@@ -371,7 +410,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--copy-threads", type=int, default=2, help="dram threads, and of memcpy")
     parser.add_argument("--batch", type=int, default=4, help="reads in one load")
     parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
-    parts = ["lookup", "dram", "links", "nvme"]
+    parts = ["lookup", "keys", "dram", "links", "nvme"]
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from cacheflow.settings import TierSettings
     from cacheflow.types import ChunkKey, Observer
 
-__all__ = ["CacheFlow", "Generation", "Session"]
+__all__ = ["TOKENS_IN_ONE_GO", "CacheFlow", "Generation", "Session"]
 
-_TOKENS_IN_ONE_GO: Final = 4096
-"""Tokens whose keys are made before the event loop goes on: about 0.3 ms."""
+TOKENS_IN_ONE_GO: Final = 4096
+"""Prompt tokens whose keys are made before the event loop goes on: about 0.3 ms."""
 _KEEP_SECONDS: Final = 60.0
 """Between two saves of what was learned about costs."""
 _CLOSE_SECONDS: Final = 2.0
@@ -175,9 +175,10 @@ class CacheFlow:
     ) -> tuple[ChunkKey, ...]:
         """:meth:`keys` without blocking the loop. ``known``: those of the leading chunks."""
         keys, size = list(known), self.engine.layout.chunk_tokens
-        while not extend_keys(keys, self._root, tokens, size, limit=_TOKENS_IN_ONE_GO):
+        while True:
+            if extend_keys(keys, self._root, tokens, size, limit=TOKENS_IN_ONE_GO):
+                return tuple(keys)
             await asyncio.sleep(0)
-        return tuple(keys)
 
 
 class Session:

@@ -211,8 +211,9 @@ class Expectations(Ledger):
         )
 
     def planned(self) -> tuple[float, float]:
-        """Seconds of compute and of loads that the plan still asks for (all, without a plan)."""
-        compute = load = 0.0
+        """Seconds of compute (suffix included) and of loads that the plan still asks for; without a
+        plan, of computing everything."""
+        compute, load = self.suffix_seconds, 0.0
         for t, state in enumerate(self.tiles):
             free = state.free
             below = free if self.heights is None else free & ((1 << self.heights[t]) - 1)

@@ -50,7 +50,7 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ("values", "message"),
     [
         ({"polcy": "load"}, r"setting polcy: there is no such setting \(known: cache_dir"),
-        ({"policy": "fastest"}, "setting policy: .*'adaptive', 'load' or 'recompute'"),
+        ({"policy": "fastest"}, "setting policy: .*'adaptive', 'staircase', .*'recompute'"),
         ({"load_deadline": 0}, "setting load_deadline: .*greater than 0"),
         ({"load_deadline": float("inf")}, "setting load_deadline: "),
         ({"staging_bytes": "much"}, "setting staging_bytes: "),

@@ -24,7 +24,8 @@ class TwoPointer(Greedy):
 
     name: ClassVar[str] = "two-pointer"
     order: Order | None = LongestLeft()
-    threshold_tokens: ClassVar[int] = 4096
+    threshold_tokens: ClassVar[int] = 16_384
+    """Where the two axes cross on our grid, in simulation (docs/notes/policy-experiments.md)."""
 
     def whole_tiles(self, spec: RequestSpec) -> bool:
         return not self.by_layers(spec)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheflow.errors import ConfigError
-from cacheflow.kv import chunk_keys, format_name, key_root, parse_name
+from cacheflow.kv import chunk_keys, extend_keys, format_name, key_root, parse_name
 from cacheflow.types import ChunkKey, ObjectKey, ObjectKind, Span
 
 if TYPE_CHECKING:
@@ -80,6 +80,52 @@ def test_a_changed_token_changes_its_chunk_and_all_after_it(tokens: list[int], a
     pairs = list(zip(chunk_keys(root, tokens, 4), chunk_keys(root, other, 4), strict=True))
     for index, (mine, theirs) in enumerate(pairs):
         assert (mine == theirs) == (index < at // 4)
+
+
+class Watched(list[int]):
+    """A list that counts the tokens taken out of it."""
+
+    taken = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.taken += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**64 - 1), max_size=60),
+    known=st.integers(0, 20),
+    limit=st.integers(1, 30),
+    position=st.none() | st.integers(0, 59),
+)
+def test_keys_come_in_pieces(
+    tokens: list[int], known: int, limit: int, position: int | None
+) -> None:
+    """Piece by piece, after any number of known keys: the same keys as in one go. No piece looks at
+    more than its limit (in whole chunks), and none at tokens that have a key."""
+    root, watched = key_root({}), Watched(tokens)
+    extras = [] if position is None or position >= len(tokens) else [(position, b"image")]
+    whole = chunk_keys(root, tokens, 4, extras)
+    keys = list(whole[:known])
+    start, done = 4 * len(keys), False
+    while not done:
+        before = watched.taken
+        done = extend_keys(keys, root, watched, 4, extras, limit=limit)
+        assert watched.taken - before <= -(-limit // 4) * 4
+    assert tuple(keys) == whole
+    assert watched.taken == len(tokens) - start
+
+
+def test_a_bad_token_in_a_later_piece_has_its_position() -> None:
+    """Positions count from the first token, not from that of the piece."""
+    keys: list[ChunkKey] = []
+    tokens = [1] * 9 + [-1]
+    assert not extend_keys(keys, key_root({}), tokens, 2, limit=4)
+    assert not extend_keys(keys, key_root({}), tokens, 2, limit=4)
+    assert len(keys) == 4
+    with pytest.raises(ConfigError, match="position 9"):
+        extend_keys(keys, key_root({}), tokens, 2, limit=4)
 
 
 @pytest.mark.parametrize(
