@@ -123,7 +123,7 @@ def _table(points: Sequence[Point]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title="seconds that restoring costs the first token (medians)", box=SIMPLE_HEAD)
+    table = Table(title="seconds to the first token (medians)", box=SIMPLE_HEAD)
     names = ("tokens", "link", "recompute", "load", "both", "front", "eff.", "gain")
     for name in (*names, "excess ms\n(allowed)"):
         table.add_column(name, justify="right", no_wrap=True)

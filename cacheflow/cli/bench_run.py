@@ -37,8 +37,11 @@ _REPEATS: Final = 7
 
 @dataclass
 class Point:
-    """One prefix length over one link, a value a round: seconds that restoring the prefix costs the
-    first token, that is TTFT less what the suffix takes when everything is there."""
+    """One prefix length over one link: seconds to the first token, a value a round.
+
+    Every way computes the same short suffix; ``fluid`` is the bound of the restore plus the suffix
+    as it takes when everything is there.
+    """
 
     tokens: int
     link: Link
@@ -129,7 +132,7 @@ class Bench:
                 if number:
                     recompute, suffix, cells = await self._recompute(alone, tokens)
                 for point, restorer in zip(points, restorers, strict=True):
-                    point.recompute.append(recompute)
+                    point.recompute.append(recompute + suffix)
                     await self._both(restorer, point, suffix, cells)
                     tell()
 
@@ -145,10 +148,11 @@ class Bench:
         for _ in range(_REPEATS):
             point.load.append(await self._load_alone(restorer, point, suffix))
             result = await self._run(restorer, point.tokens, ADAPTIVE)
-            point.adaptive.append(result.computed_seconds - suffix)
+            point.adaptive.append(result.computed_seconds)
             point.recomputed.append(result.recomputed_share)
             tiles = grid.split(0, point.tokens)
-            point.fluid.append(fluid(cells, point.load[-1], tiles, layout.num_layers))
+            load = point.load[-1] - suffix
+            point.fluid.append(fluid(cells, load, tiles, layout.num_layers) + suffix)
             if point.load[-1] > _MOMENT:
                 break
 
@@ -167,7 +171,7 @@ class Bench:
             point.load_is_scaled = True
             tokens = _SCALED_TOKENS
         result = await self._run(restorer, tokens, "load")
-        return (result.computed_seconds - suffix) * point.tokens / tokens
+        return (result.computed_seconds - suffix) * point.tokens / tokens + suffix
 
     async def _run(self, restorer: Restorer, tokens: int, policy: str) -> Restoration:
         """One restore of the first ``tokens`` tokens; nothing of it stays in memory."""
