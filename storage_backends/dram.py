@@ -86,10 +86,10 @@ class DramBackend(StorageBackend):
             item = found[id(read)]
             if item is None:
                 return TransferStatus.MISSING, 0
-            nbytes = max(0, min(read.buffer.nbytes, item.nbytes - read.offset))
+            asked, there = read.buffer.nbytes, max(0, item.nbytes - read.offset)
+            nbytes = asked if asked <= there else there
             ctypes.memmove(read.buffer.address, item.lease.buffer.address + read.offset, nbytes)
-            ok = nbytes == read.buffer.nbytes
-            return (TransferStatus.OK if ok else TransferStatus.SHORT), nbytes
+            return (TransferStatus.OK if nbytes == asked else TransferStatus.SHORT), nbytes
 
         def let_go(read: Read) -> None:
             item = found[id(read)]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_on_threads"]
 
+_PATIENCE: Final = 0.001
 _GROUP_READS: Final = 8
 """At most so many reads are begun, and so cannot be withdrawn any more, by one thread at a time."""
 
@@ -50,12 +51,12 @@ async def load_on_threads(
             read.buffer.hold.release()
             released(read)
 
-    arrivals = _Arrivals()
+    arrivals = _Arrivals(patience=_PATIENCE if group_bytes else 0.0)
     groups = _groups(reads, threads.count, group_bytes)
     jobs: list[Job] = []
     try:
         for group in groups:
-            work = partial(_read, group, read_into, let_go, time.monotonic())
+            work = partial(_read, group, read_into, let_go, arrivals)
             job = Job(work, arrivals.report, partial(let_go, group))
             threads.submit(job)
             jobs.append(job)
@@ -87,19 +88,26 @@ def _read(
     group: Sequence[Read],
     read_into: Callable[[Read], tuple[TransferStatus, int]],
     let_go: Callable[[Sequence[Read]], None],
-    start: float,
+    arrivals: _Arrivals,
 ) -> list[TransferResult]:
-    ended: list[tuple[Read, TransferStatus, int, BackendError | None]] = []
+    arrivals.running.add(id(group))
+    ended: list[tuple[TransferStatus, int]] = []
+    errors: dict[int, BackendError] = {}
     try:
-        for read in group:
+        for at, read in enumerate(group):
             try:
-                ended.append((read, *read_into(read), None))
+                ended.append(read_into(read))
             except OSError as error:
-                ended.append((read, TransferStatus.FAILED, 0, _failure(read, error)))
+                ended.append((TransferStatus.FAILED, 0))
+                errors[at] = _failure(read, error)
     finally:
+        arrivals.running.discard(id(group))
         let_go(group)
-    seconds = time.monotonic() - start
-    return [TransferResult(*each[:3], seconds, each[3]) for each in ended]
+    seconds = time.monotonic() - arrivals.start
+    return [
+        TransferResult(read, status, nbytes, seconds, errors.get(at))
+        for at, (read, (status, nbytes)) in enumerate(zip(group, ended, strict=True))
+    ]
 
 
 def _failure(read: Read, error: OSError) -> BackendError:
@@ -108,9 +116,16 @@ def _failure(read: Read, error: OSError) -> BackendError:
 
 
 class _Arrivals:
-    """Ends of jobs, from any thread to one consumer; a burst of them wakes the loop once."""
+    """Ends of jobs, from any thread to one consumer; a burst of them wakes the loop once.
 
-    def __init__(self) -> None:
+    ``patience``: seconds for which an end may wait for that of another group that is being read.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.start = self._told = time.monotonic()
+        self.running: set[int] = set()
+        """Groups being read. Added to and discarded from on any thread: single steps."""
+        self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._ended: deque[tuple[Any, BaseException | None]] = deque()
         self._is_waking = False
@@ -118,8 +133,11 @@ class _Arrivals:
 
     def report(self, results: Any, error: BaseException | None) -> None:
         self._ended.append((results, error))
+        if self.running and error is None and time.monotonic() - self._told < self._patience:
+            return
         if not self._is_waking:
             self._is_waking = True
+            self._told = time.monotonic()
             # The loop may be gone when hung I/O ends at last.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake)

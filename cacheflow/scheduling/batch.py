@@ -32,6 +32,9 @@ __all__ = ["BatchScheduler"]
 
 _MAX_LOAD_BYTES: Final = 16 << 20
 _INFINITE: Final = float("inf")
+_LEAST_WAIT: Final = 1e-3
+_LEAST_TOKENS: Final = 64
+"""Suffixes from this width on are learned from."""
 _SAME_SPEED: Final = 1.5
 """Up to this factor, the order of requests is left as it was ranked."""
 
@@ -166,7 +169,9 @@ class BatchScheduler:
             begins = layer == work.first_layer
             if frontier is not None and (begins or not self._overtaken(frontier, now)):
                 answer = frontier.claim(work, layer, now)
-            learn = answer is not Claim.REFUSED and not work.is_suffix
+            # What a few tokens take says nothing about tiles.
+            wide = not work.is_suffix or work.tile.width >= _LEAST_TOKENS
+            learn = answer is not Claim.REFUSED and wide
             self._outlook.claimed(work.tile if learn else None, now)
         return answer
 
@@ -201,6 +206,8 @@ class BatchScheduler:
         self._compute.park(frontier.spec.id, self._rank(frontier, COMPUTE, now))
         frontier.turn_compute_away(True)
         when = frontier.wake_at(now)
+        if when <= now:  # It was just asked: not again before anything can have changed.
+            when = now + max(frontier.layer_cost, _LEAST_WAIT)
         if when < _INFINITE:
             self._wake[frontier.spec.id] = when
             heappush(self._timers, (when, frontier.spec.id))

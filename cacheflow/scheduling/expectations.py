@@ -97,7 +97,8 @@ class Expectations(Ledger):
                 longest = max(longest, seconds)
         if self._shared:
             nbytes = sum(self._only.values()) + self._shared * max(self._strides.values())
-            longest = max(longest, self._outlook.shared_seconds(self._strides, nbytes))
+            shared = self._outlook.shared_seconds(self._strides, nbytes)
+            return None if shared is None else max(longest, shared)
         return longest
 
     def _before(self, channel: str, *, alone: bool = False) -> int:

@@ -153,14 +153,14 @@ class Outlook:
         bandwidth = model.bandwidth
         return (model.in_flight_bytes + nbytes) / bandwidth if bandwidth else 0.0
 
-    def shared_seconds(self, channels: Mapping[str, int], nbytes: int) -> float:
-        """``nbytes`` that several channels have, each giving what it can."""
+    def shared_seconds(self, channels: Mapping[str, int], nbytes: int) -> float | None:
+        """``nbytes`` that several channels have, each giving what it can; None while unknown."""
         total, queued = 0.0, nbytes
         for name in channels:
             model = self.channel(name)
             total += model.bandwidth or 0.0
             queued += model.in_flight_bytes
-        return queued / total if total else 0.0
+        return queued / total if total else None
 
     def all_loads(self, now: float) -> float | None:
         """Seconds until all that any request could load would be there; None while unknown."""

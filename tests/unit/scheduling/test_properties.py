@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheflow.scheduling import POLICIES
+from cacheflow.scheduling.policies.adaptive import Adaptive
 from cacheflow.testing.virtual import Link, VirtualRun, make_spec
 from cacheflow.types import Coverage, TileGrid
 from tests.unit.scheduling.checked import Checked
@@ -224,7 +225,8 @@ steady = st.builds(Trouble)
 @given(instance=instances(steady))
 def test_without_holes_the_recomputed_set_is_a_staircase(policy: str, instance: Instance) -> None:
     """One steady channel that has everything: in each layer recompute takes leading tiles, never
-    more of them than in the layer below."""
+    more of them than in the layer below. (Suffix deadlines turn the order of the last loads round,
+    so a load that is late against what was believed can leave recomputed cells above it: off.)"""
     one = Instance(
         **{
             **{name: getattr(instance, name) for name in Instance.__slots__},
@@ -233,7 +235,9 @@ def test_without_holes_the_recomputed_set_is_a_staircase(policy: str, instance: 
         }
     )
     play = Play(one, policy, OBJECTIVES[0])
-    play.play()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Adaptive, "overlaps", False)
+        play.play()
     for spec in play.specs:
         heights = []
         for layer in range(spec.num_layers):

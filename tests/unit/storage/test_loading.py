@@ -44,7 +44,7 @@ def whole(read: Read) -> tuple[TransferStatus, int]:
         ([100] * 4, 1000, 2),  # every thread has its share
         ([100] * 16, 400, 4),  # as many as fit
         ([500, 100, 500], 400, 3),  # what is larger goes alone
-        ([1] * 40, 1000, 6),  # not all of many small ones: the rest can still be withdrawn
+        ([1] * 40, 1000, 5),  # not all of many small ones: the rest can still be withdrawn
         ([0, 0, 100], 0, 2),
         ([100], 1000, 1),
         ([], 1000, 0),
