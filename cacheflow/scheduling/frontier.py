@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Frontier"]
 
 _INFINITE: Final = float("inf")
+_RACE: Final = 3.0
 
 
 class Frontier(Loading):
@@ -119,7 +120,8 @@ class Frontier(Loading):
             target = self._target(t, state.low)
             if target is not None and not state.committing >> target & 1:
                 cost = self._outlook.layer_bound(state.work) or 0.0
-                seconds = cost * (target - state.low + 1) + self._overlap()
+                seconds = cost * (target - state.low + 1) * self._price(state, target)
+                seconds += self._overlap()
                 seconds = max(seconds, self._patience(now))
                 return self._flip(seconds, now)
         return _INFINITE
@@ -169,11 +171,17 @@ class Frontier(Loading):
             free = self._may_take(state, target, layer) and self.policy.compute(None, None)
             return free or self._stalled(now)
         cost = self._outlook.layer_bound(state.work)
-        compute = None if cost is None else cost * (target - layer + 1)
+        compute = None if cost is None else cost * (target - layer + 1) * self._price(state, target)
         left = self.loads_left(now)
         patient = left is not None and left < self._patience(now)
         self.leaves = patient or not self._sooner(compute, left, now)
         return not self.leaves or self._stalled(now)
+
+    def _price(self, state: TileState, target: int) -> float:
+        """What a second of compute is worth here: racing a load is work done twice, so where others
+        wait for compute it has to win clearly."""
+        raced = state.in_flight >> target & 1 and self._outlook.requests > 1
+        return _RACE if raced else 1.0
 
     def _sooner(self, compute: float | None, left: float | None, now: float) -> bool:
         """Whether all would be done sooner with one more cell, which takes ``compute``, recomputed
