@@ -33,6 +33,7 @@ __all__ = ["BatchScheduler"]
 _MAX_LOAD_BYTES: Final = 16 << 20
 _INFINITE: Final = float("inf")
 _LEAST_WAIT: Final = 1e-3
+_MOST_WAIT: Final = 1.0
 _LEAST_TOKENS: Final = 64
 """Suffixes from this width on are learned from."""
 _SAME_SPEED: Final = 1.5
@@ -206,8 +207,9 @@ class BatchScheduler:
         self._compute.park(frontier.spec.id, self._rank(frontier, COMPUTE, now))
         frontier.turn_compute_away(True)
         when = frontier.wake_at(now)
-        if when <= now:  # It was just asked: not again before anything can have changed.
-            when = now + max(frontier.layer_cost, _LEAST_WAIT)
+        if when <= now:  # It was just asked, in vain: each time wait longer to ask again.
+            wait = max(frontier.vain_wait, frontier.layer_cost, _LEAST_WAIT)
+            when, frontier.vain_wait = now + wait, min(2 * wait, _MOST_WAIT)
         if when < _INFINITE:
             self._wake[frontier.spec.id] = when
             heappush(self._timers, (when, frontier.spec.id))
@@ -332,6 +334,7 @@ class BatchScheduler:
         """Something of the request ended or became known: every resource may want it again."""
         if frontier.cancelled:
             return
+        frontier.vain_wait = 0.0
         request_id = frontier.spec.id
         if not frontier.computing:
             if self._compute.is_parked(request_id) and frontier.next_work(now) is None:

@@ -41,6 +41,8 @@ class Ledger:
         """Whether the request no longer counts among all."""
         self.leaves = False
         """Whether compute last left the rest of the prefix to loads."""
+        self.vain_wait = 0.0
+        """Seconds that compute last let pass before it asked again without a reason to."""
         self.taken_at: Rank = (0, 0.0, 0)
         """Its rank when compute last turned to it."""
         self.computing = False
