@@ -12,6 +12,8 @@ BENCHES := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_
 CODE := cacheflow storage_backends plugins tests benchmarks examples
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests and benches start many processes: each would compile torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-full lint format typecheck layers tree bench setup wheel clean distclean
 .DEFAULT_GOAL := help
