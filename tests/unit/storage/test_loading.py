@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,8 @@ async def test_a_read_that_fails_does_not_take_the_others_with_it() -> None:
 
 async def test_a_bug_lets_go_of_the_whole_group() -> None:
     """Any other error is raised, and no buffer stays held."""
-    threads, reads, released = IoThreads(1, "test"), reads_of(1, 1, 1), []
+    threads, reads = IoThreads(1, "test"), reads_of(1, 1, 1)
+    released: list[Read] = []
 
     def read_into(read: Read) -> tuple[TransferStatus, int]:
         raise ZeroDivisionError
@@ -114,10 +116,11 @@ async def test_an_abandoned_load_keeps_only_what_has_begun() -> None:
         return whole(read)
 
     load: Any = load_on_threads(threads, reads, read_into, group_bytes=100)
-    first = anext(load)
-    first.send(None)  # to its first await
+    first = asyncio.ensure_future(anext(load))
     await until_set(began)
-    first.close()
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
     await load.aclose()
     held = [read.offset for read in reads if read.buffer.hold.in_flight]
     assert held == list(range(8))
