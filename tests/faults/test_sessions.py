@@ -289,7 +289,8 @@ async def test_a_session_forgotten_by_another_task_fails_cleanly(model_folder: P
 
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 from pathlib import Path
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.session import CacheFlow
