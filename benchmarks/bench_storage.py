@@ -405,7 +405,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mib", type=int, default=256, help="bytes read in each round, in MiB")
+    parser.add_argument("--mib", type=int, default=512, help="bytes read in each round, in MiB")
     parser.add_argument("--threads", type=int, default=4, help="nvme threads, and jobs of fio")
     parser.add_argument("--copy-threads", type=int, default=2, help="dram threads, and of memcpy")
     parser.add_argument("--batch", type=int, default=4, help="reads in one load")

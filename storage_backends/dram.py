@@ -9,9 +9,9 @@ import asyncio
 import ctypes
 import time
 from collections import deque
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ from cacheflow.abc import StorageBackend
 from cacheflow.errors import CapacityError, ClosedError
 from cacheflow.memory import Lease, StagingPool
 from cacheflow.storage_backends.checks import check_reads, check_writes
-from cacheflow.storage_backends.loading import load_on_threads
+from cacheflow.storage_backends.copying import Copies, Copy
 from cacheflow.storage_backends.options import Options
 from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read, Write
 
 __all__ = ["DramBackend", "DramOptions"]
-
-_GROUP_BYTES: Final = 4 << 20
-"""Copied in one go: the way to a thread and back costs as much as copying some 100 KiB."""
 
 
 class DramOptions(Options):
@@ -77,29 +74,20 @@ class DramBackend(StorageBackend):
         self._check()
         check_reads(reads)
         # Resolved and held before the first await: what is replaced meanwhile is still read whole.
-        found = {id(read): self._find(read.key) for read in reads}
-        for read in reads:
-            if (item := found[id(read)]) is not None:
-                item.lease.hold.acquire()
-
-        def copy(read: Read) -> tuple[TransferStatus, int]:
-            item = found[id(read)]
-            if item is None:
-                return TransferStatus.MISSING, 0
-            asked, there = read.buffer.nbytes, max(0, item.nbytes - read.offset)
-            nbytes = asked if asked <= there else there
-            ctypes.memmove(read.buffer.address, item.lease.buffer.address + read.offset, nbytes)
-            return (TransferStatus.OK if nbytes == asked else TransferStatus.SHORT), nbytes
-
-        def let_go(read: Read) -> None:
-            item = found[id(read)]
-            if item is not None:
-                item.lease.hold.release()
-
-        results = load_on_threads(self._threads, reads, copy, let_go, group_bytes=_GROUP_BYTES)
-        async with aclosing(results):
-            async for result in results:
-                yield result
+        found = [(read, self._find(read.key)) for read in reads]
+        copies = Copies(
+            self._threads,
+            [Copy(read, item.lease.buffer if item else None) for read, item in found],
+        )
+        given = 0
+        try:
+            copies.begin()
+            while results := await copies.after(given):
+                given += len(results)
+                for result in results:
+                    yield result
+        finally:
+            copies.leave()
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         """See the contract. One after another, so that a replaced object makes room for the next;
@@ -193,7 +181,11 @@ class DramBackend(StorageBackend):
         )
 
     def _find(self, key: ObjectKey) -> _Object | None:
-        return self._objects.get(key.chunk, {}).get(key)
+        shards = self._objects.get(key.chunk, {})
+        for item in shards.values():
+            if item.info.key is key:  # as a lookup gave it: cheaper than hashing it again
+                return item
+        return shards.get(key)
 
     def _remove(self, key: ObjectKey) -> bool:
         item = self._objects.get(key.chunk, {}).pop(key, None)

@@ -63,14 +63,18 @@ class IoThreads:
         self._all_ended: asyncio.Future[None] | None = None
         self._closed = False
 
+    def check_open(self) -> None:
+        """Raises ClosedError once the pool is being closed. From any thread."""
+        if self._closed:
+            raise ClosedError(f"{self._name} was closed")
+
     def submit(self, job: Job) -> None:
         """Queue ``job``.
 
         Raises:
             ClosedError: the pool was closed; neither ``work`` nor ``abandoned`` is called.
         """
-        if self._closed:
-            raise ClosedError(f"{self._name} was closed")
+        self.check_open()
         while len(self._threads) < self.count:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
