@@ -28,7 +28,7 @@ from cacheflow.costs import (
     compute_key,
 )
 from cacheflow.errors import ConfigError
-from cacheflow.kv import chunk_keys, extend_keys, key_root
+from cacheflow.kv import Stamp, chunk_keys, extend_keys, key_root, model_id, tenant_id
 from cacheflow.memory import StagingPool
 from cacheflow.registry import load_backend
 from cacheflow.restore import Restoration, Restorer, RestoreRequest
@@ -144,7 +144,10 @@ class CacheFlow:
                 observer=observer,
             )
             await stack.enter_async_context(restorer)
-            saver = Saver(engine, backends, pool, clock, restorer.emit, settings.load_deadline)
+            stamp = Stamp(model_id(engine.identity), tenant_id(settings.salt_bytes))
+            saver = Saver(
+                engine, backends, pool, clock, restorer.emit, settings.load_deadline, stamp
+            )
             stack.callback(saver.close)
             flow = cls(settings, engine, backends, restorer, saver, clock)
             stack.push_async_callback(flow.forget)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from cacheflow.kv.checksums import checksum, wsum
-from cacheflow.kv.codec import (
+from cacheflow.kv.chunk import Stamp, check_layout, seal, verify
+from cacheflow.kv.header import (
     CHUNK_FORMAT,
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
-    check_layout,
     decode_header,
     encode_header,
     header_size,
-    seal,
-    verify,
 )
 from cacheflow.kv.keys import (
     KEY_FORMAT,
@@ -20,15 +18,23 @@ from cacheflow.kv.keys import (
     extend_keys,
     format_name,
     key_root,
+    model_id,
     parse_name,
+    tenant_id,
 )
-from cacheflow.kv.provenance import canonical_tokens, clip_segments, make_grid_id
+from cacheflow.kv.provenance import (
+    canonical_tokens,
+    clip_segments,
+    exact_tokens,
+    make_grid_id,
+)
 
 __all__ = [
     "CHUNK_FORMAT",
     "KEY_FORMAT",
     "MAX_HEADER_BYTES",
     "PREFIX_BYTES",
+    "Stamp",
     "canonical_tokens",
     "check_layout",
     "checksum",
@@ -36,13 +42,16 @@ __all__ = [
     "clip_segments",
     "decode_header",
     "encode_header",
+    "exact_tokens",
     "extend_keys",
     "format_name",
     "header_size",
     "key_root",
     "make_grid_id",
+    "model_id",
     "parse_name",
     "seal",
+    "tenant_id",
     "verify",
     "wsum",
 ]

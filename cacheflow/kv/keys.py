@@ -26,7 +26,9 @@ __all__ = [
     "extend_keys",
     "format_name",
     "key_root",
+    "model_id",
     "parse_name",
+    "tenant_id",
 ]
 
 KEY_FORMAT: Final = 1
@@ -49,15 +51,25 @@ def key_root(identity: Mapping[str, IdentityValue], salt: bytes = b"") -> bytes:
     Raises:
         ConfigError: a name is not a str, or a value not a str, int, bool, bytes or None.
     """
-    if odd := [name for name in identity if not isinstance(name, str)]:
-        raise ConfigError(f"model identity: the name {odd[0]!r} is not a string")
-    fields = [_field(KEY_FORMAT), _field(salt), struct.pack("<Q", len(identity))]
-    for name in sorted(identity):
-        try:
-            fields += [_field(name), _field(identity[name])]
-        except (TypeError, ValueError) as error:  # lone surrogates, integers too long to print
-            raise ConfigError(f"model identity {name!r}: {error}") from None
-    return hashlib.sha256(b"cacheflow/root\0" + b"".join(fields)).digest()
+    fields = _field(KEY_FORMAT) + _field(salt) + _identity(identity)
+    return hashlib.sha256(b"cacheflow/root\0" + fields).digest()
+
+
+def model_id(identity: Mapping[str, IdentityValue]) -> bytes:
+    """16 bytes that name the model in a chunk's header, whoever the tenant is.
+
+    Raises:
+        ConfigError: as :func:`key_root`.
+    """
+    return hashlib.sha256(b"cacheflow/model\0" + _identity(identity)).digest()[:16]
+
+
+def tenant_id(salt: bytes = b"") -> bytes:
+    """16 bytes that name the tenant in a chunk's header, whatever the model is.
+
+    A digest of the salt, so a salt that can be guessed can be confirmed: take a long random one.
+    """
+    return hashlib.sha256(b"cacheflow/tenant\0" + _field(salt)).digest()[:16]
 
 
 def chunk_keys(
@@ -145,6 +157,18 @@ def parse_name(name: str) -> ObjectKey:
     return ObjectKey(
         ChunkKey(bytes.fromhex(digest)), Span(first, last), Span(low, high), ObjectKind(kind)
     )
+
+
+def _identity(identity: Mapping[str, IdentityValue]) -> bytes:
+    if odd := [name for name in identity if not isinstance(name, str)]:
+        raise ConfigError(f"model identity: the name {odd[0]!r} is not a string")
+    fields = [struct.pack("<Q", len(identity))]
+    for name in sorted(identity):
+        try:
+            fields += [_field(name), _field(identity[name])]
+        except (TypeError, ValueError) as error:  # lone surrogates, integers too long to print
+            raise ConfigError(f"model identity {name!r}: {error}") from None
+    return b"".join(fields)
 
 
 def _field(value: IdentityValue) -> bytes:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from cacheflow.types import Segment, Span, TileGrid
 
-__all__ = ["canonical_tokens", "clip_segments", "make_grid_id"]
+__all__ = ["canonical_tokens", "clip_segments", "exact_tokens", "make_grid_id"]
 
 
 def make_grid_id(
@@ -50,7 +50,16 @@ def canonical_tokens(segments: Sequence[Segment], grid: TileGrid) -> int:
     edge = 0
     for index, segment in enumerate(segments):
         tile = grid.tile(index)
-        if (segment.start, segment.stop, segment.width) != (tile.start, tile.stop, tile.width):
+        ours = (segment.start, segment.stop, segment.width)
+        if segment.lossy or ours != (tile.start, tile.stop, tile.width):
             break
         edge = tile.stop
     return edge
+
+
+def exact_tokens(segments: Iterable[Segment], tokens: int) -> int:
+    """How many of the first ``tokens`` tokens no lossy codec has touched.
+
+    Everything behind a token that was stored lossily was computed from it, so it counts as well.
+    """
+    return min((s.start for s in segments if s.lossy), default=tokens)

@@ -140,5 +140,6 @@ class Job:
             copies = self.copies.get(t, set())
             ours = all(info.canonical and info.grid_id == grid_id for info in copies)
             known = layers == self.spec.num_layers or (bool(copies) and ours)
-            segments.append(Segment(tile.start, tile.stop, tile.width if known else 0))
+            lossy = any(info.lossy for info in copies)
+            segments.append(Segment(tile.start, tile.stop, tile.width if known else 0, lossy))
         return segments

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import ClosedError
-from cacheflow.kv import canonical_tokens, clip_segments, seal
+from cacheflow.kv import Stamp, canonical_tokens, clip_segments, exact_tokens, seal
 from cacheflow.memory import buffer_from
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.restore.turns import Turns
@@ -41,6 +41,7 @@ __all__ = ["STAGING_OWNER", "Saved", "Saver"]
 _log = logging.getLogger(__name__)
 _KEPT: Final = "kept"
 """Another save stored a copy at least as good while this one waited."""
+_NOBODY: Final = Stamp()
 STAGING_OWNER = "being stored"
 """Name under which the staging pool counts what is being stored."""
 
@@ -74,6 +75,7 @@ class Saver:
     """Stores the KV of open requests. One chunk is staged at a time, so memory stays bounded.
 
     ``deadline``: seconds after which a tier that has not answered gets nothing more in that save.
+    ``stamp``: who stores, written into every chunk.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Saver:
         clock: Clock,
         observer: Observer,
         deadline: float = 30.0,
+        stamp: Stamp = _NOBODY,
     ) -> None:
         self._engine = engine
         self._channels = channels
@@ -91,6 +94,7 @@ class Saver:
         self._clock = clock
         self._observer = observer
         self._deadline = deadline
+        self._stamp = stamp
         self._sealers = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
         self._turns = Turns()
         self._closed = False
@@ -235,5 +239,7 @@ class Saver:
             grid_id=self._engine.grid_id,
             segments=clip_segments(save.segments, tokens),
             canonical=save.is_canonical(chunk),
+            stamp=self._stamp,
+            lossy=tokens.stop > exact_tokens(save.segments, tokens.stop),
         )
         return Write(info, (buffer_from(header), lease.buffer))

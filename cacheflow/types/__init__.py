@@ -24,9 +24,12 @@ from cacheflow.types.geometry import (
     TileGrid,
 )
 from cacheflow.types.objects import (
+    MAC_BYTES,
+    NO_ID,
     ChecksumKind,
     ChunkInfo,
     ChunkKey,
+    Codec,
     ObjectKey,
     ObjectKind,
 )
@@ -59,6 +62,7 @@ __all__ = [
     "ChunkInfo",
     "ChunkKey",
     "Claim",
+    "Codec",
     "ComputeBatch",
     "ComputeDone",
     "CostChecked",
@@ -72,7 +76,9 @@ __all__ = [
     "LoadEnded",
     "LoadOutcome",
     "LookedUp",
+    "MAC_BYTES",
     "MemoryKind",
+    "NO_ID",
     "ObjectKey",
     "ObjectKind",
     "Observer",

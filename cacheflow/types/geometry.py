@@ -108,12 +108,14 @@ class Segment:
     """Tokens ``[start, stop)`` computed by forward passes of ``width`` tokens each.
 
     One pass over a tile is ``width == stop - start``; decoding is ``width == 1``; 0 stands for a
-    mix of copies, or copies of another grid.
+    mix of copies, or copies of another grid. ``lossy``: some of it went through a lossy codec, so
+    whatever was computed behind it is not exact either.
     """
 
     start: int
     stop: int
     width: int
+    lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)

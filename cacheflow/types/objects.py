@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from struct import unpack_from
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.types.geometry import PAGE
 
 if TYPE_CHECKING:
     from cacheflow.types.geometry import KVLayout, Segment, Span
 
-__all__ = ["ChecksumKind", "ChunkInfo", "ChunkKey", "ObjectKey", "ObjectKind"]
+__all__ = [
+    "MAC_BYTES",
+    "NO_ID",
+    "ChecksumKind",
+    "ChunkInfo",
+    "ChunkKey",
+    "Codec",
+    "ObjectKey",
+    "ObjectKind",
+]
+
+NO_ID: Final = bytes(16)
+"""In the place of a model or tenant id: the writer did not say."""
+MAC_BYTES: Final = 16
+"""Length of an authentication tag."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,6 +61,24 @@ class ChecksumKind(StrEnum):
     """Odd-weighted sum of 32-bit words modulo 2**64: computable in torch on a device."""
 
 
+class Codec(StrEnum):
+    """How layer blocks are stored; each stands for itself, so any range of layers can be read."""
+
+    RAW = "raw"
+    """As they are."""
+    ZSTD = "zstd"
+    """Bytes of equal rank side by side, then zstd: lossless."""
+    INT8 = "int8"
+    """8-bit integers, a scale for each channel of a group of tokens: lossy."""
+    FP8 = "fp8"
+    """e4m3 floats, a scale for each (K/V, head): lossy."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what comes back differs from what was stored."""
+        return self in (Codec.INT8, Codec.FP8)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectKey:
     """One stored object: a shard of a chunk, named by absolute layer and KV-head ranges."""
@@ -58,8 +93,9 @@ class ObjectKey:
 class ChunkInfo:
     """What a stored object says about itself: enough to read and verify any part of it.
 
-    ``checksums`` holds one little-endian u64 per (layer, K/V, head) run of the object, in payload
-    order, the last run of each layer covering the layer's padding too.
+    ``checksums`` holds little-endian u64s over the bytes *as stored*: of a raw object one per
+    (layer, K/V, head) run in payload order, the last run of each layer covering the layer's padding
+    too; of an encoded one, one per layer block, padding included.
     """
 
     key: ObjectKey
@@ -75,18 +111,46 @@ class ChunkInfo:
     """Bytes from the start of the object to its payload (prefix and table, padded to a page)."""
     nbytes: int
     """Bytes of the whole object."""
+    model_id: bytes = NO_ID
+    """16 bytes that name the model (:func:`cacheflow.kv.model_id`)."""
+    tenant_id: bytes = NO_ID
+    """16 bytes that name the tenant (:func:`cacheflow.kv.tenant_id`)."""
+    lossy: bool = False
+    """The values went through a lossy codec, here or in what they were computed from."""
+    codec: Codec = Codec.RAW
+    lengths: bytes = b""
+    """Of an encoded object: one little-endian u64 per layer, the bytes of its block without the
+    padding to the next page. A block as long as a raw one is a raw one."""
+    macs: bytes = b""
+    """One authentication tag per layer block, or none."""
+    mac: bytes = b""
+    """The tag of the header, the tags above included; empty without them."""
 
     def layer_offset(self, layer: int) -> int:
         """Byte offset inside the object of absolute ``layer``'s block."""
         if layer not in self.key.layers:
             raise ValueError(f"layer {layer} is not in {self.key.layers}")
-        stride = self.layout.layer_stride(len(self.key.heads))
-        return self.payload_offset + (layer - self.key.layers.start) * stride
+        return self.payload_offset + self._stored(0, layer - self.key.layers.start)
 
     def layer_range(self, layers: Span) -> tuple[int, int]:
-        """``(offset, length)`` in bytes of a range of absolute layers: one contiguous read."""
+        """``(offset, length)`` in bytes of a range of absolute layers: one contiguous read of the
+        bytes as stored."""
         if not self.key.layers.covers(layers):
             raise ValueError(f"layers {layers} are not all in {self.key.layers}")
-        stride = self.layout.layer_stride(len(self.key.heads))
-        offset = self.payload_offset + (layers.start - self.key.layers.start) * stride
-        return offset, len(layers) * stride
+        first, stop = (edge - self.key.layers.start for edge in (layers.start, layers.stop))
+        return self.payload_offset + self._stored(0, first), self._stored(first, stop)
+
+    def block_length(self, layer: int) -> int:
+        """Bytes of absolute ``layer``'s block as stored, without its padding."""
+        if layer not in self.key.layers:
+            raise ValueError(f"layer {layer} is not in {self.key.layers}")
+        if self.codec is Codec.RAW:
+            return self.layout.layer_bytes(len(self.key.heads))
+        return int(unpack_from("<Q", self.lengths, 8 * (layer - self.key.layers.start))[0])
+
+    def _stored(self, first: int, stop: int) -> int:
+        """Bytes of blocks ``[first, stop)``, counted from the object's first layer."""
+        if self.codec is Codec.RAW:
+            return (stop - first) * self.layout.layer_stride(len(self.key.heads))
+        lengths = unpack_from(f"<{stop - first}Q", self.lengths, 8 * first)
+        return PAGE * sum(-(-int(length) // PAGE) for length in lengths)

@@ -184,7 +184,7 @@ class TransformersEngine:
         except CapacityError:
             made.release(self._pool)
             raise
-        made.segments = [s for s in source.segments if s.stop <= tokens]
+        made.segments = source.history(tokens)
         self._requests[request_id] = made
         if made.pages[-1].users == 1:
             try:

@@ -75,9 +75,16 @@ class OpenRequest:
         """Record that a forward pass computed ``[start, stop)``; decode steps are joined."""
         last = self.segments[-1] if self.segments else None
         if stop - start == 1 and last and last.width == 1 and last.stop == start:
-            self.segments[-1] = Segment(last.start, stop, 1)
+            self.segments[-1] = Segment(last.start, stop, 1, last.lossy)
         else:
             self.segments.append(Segment(start, stop, stop - start))
+
+    def history(self, tokens: int) -> list[Segment]:
+        """What is recorded of the first ``tokens`` tokens. A segment that they cut is left out, for
+        a piece would look like another one; unless it is lossy, which must not be forgotten."""
+        whole = [s for s in self.segments if s.stop <= tokens]
+        cut = [s for s in self.segments if s.lossy and s.start < tokens < s.stop]
+        return [*whole, *(Segment(s.start, tokens, 0, s.lossy) for s in cut)]
 
     def loaded(self, tokens: Span, segments: Sequence[Segment]) -> None:
         """Replace what is recorded of ``tokens``."""

@@ -15,11 +15,14 @@ from cacheflow.errors import IntegrityError
 from cacheflow.kv import (
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
+    Stamp,
     check_layout,
     decode_header,
     encode_header,
     header_size,
+    model_id,
     seal,
+    tenant_id,
     verify,
 )
 from cacheflow.types import (
@@ -33,6 +36,8 @@ from cacheflow.types import (
     Span,
 )
 
+SUM_AT = 16
+"""Where the checksum of the header is; it covers the lengths before it and all behind it."""
 LAYOUT = KVLayout(num_layers=5, num_kv_heads=3, head_dim=8, dtype="bfloat16", chunk_tokens=32)
 """Layer blocks of 3,072 bytes: padded to 4,096."""
 KEY = ObjectKey(ChunkKey(bytes(range(32))), Span(0, 5), Span(0, 3))
@@ -46,8 +51,18 @@ def payload(layout: KVLayout = LAYOUT, layers: int = 5, heads: int = 3, seed: in
     return data
 
 
+def reseal(header: bytearray) -> bytes:
+    """The header with the checksum it should have."""
+    total = xxh3_64_intdigest(bytes(header[8:SUM_AT] + header[SUM_AT + 8 :]))
+    struct.pack_into("<Q", header, SUM_AT, total)
+    return bytes(header)
+
+
 def sealed(
-    kind: ChecksumKind = ChecksumKind.XXH3, key: ObjectKey = KEY, layout: KVLayout = LAYOUT
+    kind: ChecksumKind = ChecksumKind.XXH3,
+    key: ObjectKey = KEY,
+    layout: KVLayout = LAYOUT,
+    stamp: Stamp | None = None,
 ) -> tuple[ChunkInfo, bytes, bytearray]:
     data = payload(layout, len(key.layers), len(key.heads))
     info, header = seal(
@@ -58,6 +73,7 @@ def sealed(
         segments=(Segment(0, 512, 512), Segment(512, 700, 188), Segment(700, 720, 1)),
         canonical=True,
         checksum_kind=kind,
+        stamp=stamp or Stamp(),
     )
     return info, header, data
 
@@ -138,14 +154,13 @@ def test_anything_else_is_refused(data: bytes) -> None:
 def test_resealed_nonsense_is_refused_without_crashing(data: st.DataObject) -> None:
     """Bodies altered by someone who can compute the checksum: parsed safely or refused."""
     _, header, _ = sealed()
-    _, size, body, _ = struct.unpack_from("<8sIIQ", header)
+    _, size, body = struct.unpack_from("<8sII", header)
     bad = bytearray(header)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(PREFIX_BYTES, PREFIX_BYTES + body - 1))
         bad[at] = data.draw(st.integers(0, 255))
-    struct.pack_into("<Q", bad, 16, xxh3_64_intdigest(bytes(bad[8:16] + bad[PREFIX_BYTES:])))
     try:
-        info = decode_header(bytes(bad))
+        info = decode_header(reseal(bad))
     except IntegrityError:
         return
     assert info.nbytes < 1 << 60
@@ -167,9 +182,8 @@ def test_another_version_is_refused_by_name() -> None:
     _, header, _ = sealed()
     bad = bytearray(header)
     struct.pack_into("<I", bad, PREFIX_BYTES, 99)
-    struct.pack_into("<Q", bad, 16, xxh3_64_intdigest(bytes(bad[8:16] + bad[PREFIX_BYTES:])))
     with pytest.raises(IntegrityError, match="version 99"):
-        decode_header(bytes(bad))
+        decode_header(reseal(bad))
 
 
 def test_an_object_under_another_name_is_refused() -> None:
@@ -261,9 +275,11 @@ def test_runs_that_wsum_cannot_sum_are_refused_in_the_header() -> None:
     """An IntegrityError when it is decoded, not a crash when it is verified."""
     layout = KVLayout(1, 1, 1, "float16", 1)
     key = ObjectKey(KEY.chunk, Span(0, 1), Span(0, 1))
-    info, _, _ = sealed(key=key, layout=layout)
+    info, header, _ = sealed(key=key, layout=layout)
+    with pytest.raises(ValueError, match="wsum"):
+        encode_header(replace(info, checksum_kind=ChecksumKind.WSUM))
     with pytest.raises(IntegrityError, match="wsum"):
-        decode_header(encode_header(replace(info, checksum_kind=ChecksumKind.WSUM)))
+        decode_header(reseal(bytearray(header.replace(b"xxh3", b"wsum"))))
 
 
 def test_a_header_larger_than_its_content_is_refused() -> None:
@@ -271,6 +287,48 @@ def test_a_header_larger_than_its_content_is_refused() -> None:
     _, header, _ = sealed()
     bad = bytearray(header) + bytes(PAGE)
     struct.pack_into("<I", bad, 8, len(bad))
-    struct.pack_into("<Q", bad, 16, xxh3_64_intdigest(bytes(bad[8:16] + bad[PREFIX_BYTES:])))
     with pytest.raises(IntegrityError, match="claims"):
-        decode_header(bytes(bad))
+        decode_header(reseal(bad))
+
+
+def test_nothing_can_hide_in_the_padding_of_a_header() -> None:
+    """Zeros there are part of the format: a checksum over something else does not help."""
+    _, header, _ = sealed()
+    bad = bytearray(header)
+    bad[-1] = 1
+    with pytest.raises(IntegrityError, match="padding"):
+        decode_header(reseal(bad))
+
+
+def test_a_chunk_of_format_1_is_refused_by_name() -> None:
+    """What an earlier version stored is an IntegrityError that says so: a miss, in the stores."""
+    _, header, _ = sealed()
+    old = b"CFLWKV1\n" + header[8:]
+    with pytest.raises(IntegrityError, match="format 1, this version reads format 2"):
+        header_size(old)
+    with pytest.raises(IntegrityError, match="format 1"):
+        decode_header(old)
+
+
+def test_the_header_says_whose_chunk_it_is() -> None:
+    """Model and tenant are named by 16 bytes each, which differ where the models or salts do."""
+    stamp = Stamp(model_id({"model": "m"}), tenant_id(b"salt"))
+    info, header, _ = sealed(stamp=stamp)
+    assert (info.model_id, info.tenant_id) == (stamp.model_id, stamp.tenant_id)
+    assert decode_header(header) == info
+    others = {model_id({"model": "n"}), model_id({}), tenant_id(), tenant_id(b"other")}
+    assert len(others | {stamp.model_id, stamp.tenant_id}) == 6
+    assert {len(each) for each in others} == {16}
+    with pytest.raises(ValueError, match="16 bytes"):
+        sealed(stamp=Stamp(b"short"))
+
+
+def test_what_was_computed_from_lossy_values_says_so() -> None:
+    """A lossy segment marks its chunk, which is then never canonical."""
+    lossy = (Segment(0, 512, 0, lossy=True), Segment(512, 700, 188))
+    data = memoryview(payload())
+    info, header = seal(KEY, LAYOUT, data, grid_id="", segments=lossy, canonical=False)
+    assert info.lossy
+    assert decode_header(header).segments == lossy
+    with pytest.raises(ValueError, match="never canonical"):
+        seal(KEY, LAYOUT, data, grid_id="", segments=lossy, canonical=True)
