@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from rigs import (
     costs_of,
+    fill,
     layer_times,
+    model_name,
     model_options,
     numbers,
     opened,
@@ -173,9 +175,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     async with opened(options) as rig:
         prompts = await prompts_of(rig, options.lengths, SUFFIX_TOKENS)
         with progress() as bar:
-            tiles = sum(len(rig.engine.grid.split(0, prompt.prefix)) for prompt in prompts)
-            filling = bar.add_task("filling the store", total=tiles)
-            await rig.fill(prompts, lambda: bar.advance(filling))
+            await fill(rig, prompts, bar)
             task = bar.add_task("restoring", total=len(ways) * len(orders))
             batch = Batch(rig, prompts, options.ratio)
             try:
@@ -204,7 +204,7 @@ def summary(batch: Batch, options: argparse.Namespace, ways: Sequence[Way]) -> d
     """Medians and spreads of every way, its ratios to the others, and every single run."""
     best = [min(run.last for run in one.runs.values()) for one in batch.rounds]
     return {
-        "model": options.model or ("random, 8 x 256" if options.quick else "SmolLM2-135M"),
+        "model": model_name(options),
         "lengths": options.lengths,
         "compute_io": options.ratio,
         "bandwidth": batch.bandwidth,

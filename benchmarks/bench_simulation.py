@@ -20,7 +20,17 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rigs import layer_times, model_options, numbers, opened, prompts_of, ratio, show, start
+from rigs import (
+    layer_times,
+    model_name,
+    model_options,
+    numbers,
+    opened,
+    prompts_of,
+    ratio,
+    show,
+    start,
+)
 
 from cacheflow.cli.bench_rig import SUFFIX_TOKENS
 from cacheflow.cli.output import progress
@@ -238,7 +248,7 @@ def summary(options: argparse.Namespace, cases: Sequence[Case]) -> dict[str, Any
     policies = dict.fromkeys(case.policy for case in cases)
     means = [_mean(case.predicted) / _mean(case.measured) - 1 for case in cases]
     return {
-        "model": options.model or ("random, 8 x 256" if options.quick else "SmolLM2-135M"),
+        "model": model_name(options),
         "drift": [case.drift for case in cases],
         "runs": len(cases),
         "requests": sum(len(case.measured) for case in cases),

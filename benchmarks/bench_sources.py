@@ -16,11 +16,14 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from rigs import (
+    balanced,
     layer_times,
+    model_name,
     model_options,
     opened,
     prompts_of,
     ratio,
+    recomputed,
     show,
     slowdown,
     spread,
@@ -151,10 +154,8 @@ async def _rounds(
     tell: Callable[[], None],
 ) -> dict[str, Any]:
     vault = await _take(rig, prompt)
-    alone = await stack.enter_async_context(rig.restorer({}))
-    recompute = await rig.together(alone, [prompt], "recompute")
-    seconds = recompute.restorations[0].restored_seconds
-    bandwidth = rig.nbytes(prompt.prefix) * options.ratio / seconds
+    alone, recompute = await recomputed(rig, prompt, stack)
+    bandwidth = balanced(rig, prompt, recompute, options.ratio)
     splits = [Split(name, len(vault.keys)) for name in SPLITS]
     restorers: dict[str, Restorer] = {}
     for split in splits:
@@ -190,7 +191,7 @@ async def _memory_alone(rig: Rig, prompt: Prompt, split: Split, vault: Vault) ->
 def summary(options: argparse.Namespace, splits: Sequence[Split]) -> dict[str, Any]:
     """Restored time against its bound, split by split."""
     return {
-        "model": options.model or ("random, 8 x 256" if options.quick else "SmolLM2-135M"),
+        "model": model_name(options),
         "tokens": options.tokens,
         "compute_io": options.ratio,
         "splits": {

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import random
 import shutil
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +25,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from storage_reference import fio, memcpy
 
 from cacheflow.kv import chunk_keys, extend_keys, format_name, key_root, seal, verify
 from cacheflow.memory import StagingPool, buffer_from
@@ -150,53 +148,6 @@ def each(
     for (info, _, _), buffer in zip(some, buffers, strict=True):
         assert buffer.view is not None
         then(info, buffer.view)
-
-
-def fio(files: Sequence[Path], size: int, jobs: int) -> float:
-    """Bytes a second of fio over the payloads of ``files``, shared out among ``jobs``."""
-    lines = ["[global]", "ioengine=psync", "direct=1", "rw=read", f"bs={size}", "thread=1"]
-    lines += ["group_reporting=1", "offset=4096", "file_service_type=sequential"]
-    with tempfile.TemporaryDirectory(dir=files[0].parents[2]) as folder:
-        for number, path in enumerate(files):  # fio takes only so many characters of file names
-            Path(folder, str(number)).hardlink_to(path)
-        for job in range(jobs):
-            mine = range(job, len(files), jobs)
-            lines += [f"[job{job}]", f"nrfiles={len(mine)}", f"size={size * len(mine)}"]
-            lines += ["filename=" + ":".join(map(str, mine))]
-        Path(folder, "script").write_text("\n".join(lines), encoding="utf-8")
-        done = subprocess.run(
-            ["fio", "--readonly", "--output-format=json", "script"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise SystemExit(f"fio failed: {done.stderr or done.stdout}")
-    report = json.loads(done.stdout[done.stdout.index("{") :])
-    read = report["jobs"][0]["read"]
-    assert read["io_bytes"] == size * len(files), (read["io_bytes"], size * len(files))
-    return float(read["bw_bytes"])
-
-
-def memcpy(source: StagingPool, target: StagingPool, size: int, count: int, threads: int) -> float:
-    """Bytes a second of copying ``count`` times ``size`` bytes out of ``source`` on ``threads``,
-    over and over into as much memory as the loads that it is compared with have."""
-    slots = target.capacity // size
-    todo = iter(range(count))
-
-    def copy() -> None:
-        for number in todo:
-            to = target.address + number % slots * size
-            ctypes.memmove(to, source.address + number * size, size)
-
-    workers = [threading.Thread(target=copy) for _ in range(threads)]
-    start = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return count * size / (time.perf_counter() - start)
 
 
 def payloads(infos: Sequence[ChunkInfo]) -> list[tuple[ChunkInfo, int, int]]:

@@ -15,7 +15,20 @@ import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rigs import costs_of, model_options, opened, prompts_of, ratio, show, spread, start
+from rigs import (
+    balanced,
+    costs_of,
+    fill,
+    model_name,
+    model_options,
+    opened,
+    prompts_of,
+    ratio,
+    recomputed,
+    show,
+    spread,
+    start,
+)
 
 from cacheflow.cli.output import progress
 from cacheflow.scheduling import load_policy
@@ -48,9 +61,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     async with opened(options) as rig:
         (prompt,) = await prompts_of(rig, [options.tokens], options.suffix)
         with progress() as bar:
-            tiles = len(rig.engine.grid.split(0, prompt.prefix))
-            filling = bar.add_task("filling the store", total=tiles)
-            await rig.fill([prompt], lambda: bar.advance(filling))
+            await fill(rig, [prompt], bar)
             task = bar.add_task("restoring", total=options.rounds)
             async with AsyncExitStack() as stack:
                 return await _rounds(rig, prompt, options, stack, lambda: bar.advance(task))
@@ -63,10 +74,8 @@ async def _rounds(
     stack: AsyncExitStack,
     tell: Callable[[], None],
 ) -> dict[str, Any]:
-    alone = await stack.enter_async_context(rig.restorer({}))
-    recompute = await rig.together(alone, [prompt], "recompute")
-    seconds = recompute.restorations[0].restored_seconds
-    bandwidth = rig.nbytes(prompt.prefix) * options.ratio / seconds
+    _, recompute = await recomputed(rig, prompt, stack)
+    bandwidth = balanced(rig, prompt, recompute, options.ratio)
     link = await rig.open_link(bandwidth)
     stack.push_async_callback(link.aclose)
     names = (options.policy, options.baseline)
@@ -90,7 +99,7 @@ def summary(
     """TTFT of both, their ratio within each round, and the bound that neither can beat."""
     pairs = zip(runs[options.policy], runs[options.baseline], strict=True)
     return {
-        "model": options.model or ("random, 8 x 256" if options.quick else "SmolLM2-135M"),
+        "model": model_name(options),
         "tokens": options.tokens,
         "suffix": options.suffix,
         "compute_io": options.ratio,

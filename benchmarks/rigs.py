@@ -30,19 +30,27 @@ from cacheflow.types import LayersComputed
 if TYPE_CHECKING:
     import argparse
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+    from contextlib import AsyncExitStack
+
+    from rich.progress import Progress
 
     from cacheflow.cli.bench_rig import Run
+    from cacheflow.restore import Restorer
     from cacheflow.types import Event
 
 __all__ = [
     "LayerTime",
+    "balanced",
     "costs_of",
+    "fill",
     "layer_times",
+    "model_name",
     "model_options",
     "numbers",
     "opened",
     "prompts_of",
     "ratio",
+    "recomputed",
     "show",
     "slowdown",
     "spread",
@@ -130,6 +138,29 @@ def _tokens(engine: Any, count: int) -> list[int]:
         return real_tokens(engine.tokenizer, count)
     chance = random.Random(count)
     return [chance.randrange(QUICK_MODEL["vocab_size"]) for _ in range(count)]
+
+
+async def fill(rig: Rig, prompts: Sequence[Prompt], bar: Progress) -> None:
+    """Store every prefix, with a bar of its own."""
+    tiles = sum(len(rig.engine.grid.split(0, prompt.prefix)) for prompt in prompts)
+    task = bar.add_task("filling the store", total=tiles)
+    await rig.fill(prompts, lambda: bar.advance(task))
+
+
+async def recomputed(rig: Rig, prompt: Prompt, stack: AsyncExitStack) -> tuple[Restorer, Run]:
+    """A restorer without channels, open as long as ``stack``, and a recompute with it."""
+    alone = await stack.enter_async_context(rig.restorer({}))
+    return alone, await rig.together(alone, [prompt], "recompute")
+
+
+def balanced(rig: Rig, prompt: Prompt, recompute: Run, compute_io: float) -> float:
+    """Bandwidth at which loading takes ``1 / compute_io`` of what ``recompute`` took."""
+    return rig.nbytes(prompt.prefix) * compute_io / recompute.restorations[0].restored_seconds
+
+
+def model_name(options: argparse.Namespace) -> str:
+    """What the figures say of the model."""
+    return options.model or ("random, 8 x 256" if options.quick else "SmolLM2-135M")
 
 
 @dataclass(frozen=True, slots=True)

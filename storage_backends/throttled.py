@@ -204,7 +204,7 @@ class ThrottledBackend(StorageBackend):
     ) -> int:
         """Take the inner results as they end, and put each in ``arrivals`` when it is due."""
         count = 0
-        async with aclosing(self.inner.load(reads)) as results:  # type: ignore[type-var]
+        async with aclosing(self.inner.load(reads)) as results:  # type: ignore[type-var]  # a generator, which the contract does not promise
             async for result in results:
                 count += 1
                 transfer = transfers[id(result.request)].pop(0)

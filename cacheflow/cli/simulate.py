@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
@@ -132,10 +132,8 @@ def simulate(
             coverage=coverage,
             holes=holes,
             load=load,
-            seed=seed,
         )
         total = requests
-    names = setup.policies(policy)
     settings = {
         "preset": machine.name,
         "link": link + (f" in {uplink}" if uplink else ""),
@@ -145,28 +143,46 @@ def simulate(
         "cells": cells,
         "seed": seed,
     }
-    with progress() as bar:
-        runs = [_run(bar, scenario, workload, name, total, report is not None) for name in names]
-        if report is not None:
-            _write(bar, report, settings, scenario, runs, jobs)
+    asked = _Asked(scenario, workload, total, jobs, settings)
+    runs = _compare(asked, setup.policies(policy), report)
     if json:
         print_json({"settings": settings, "policies": [run.summary.as_json() for run in runs]})
-        return
-    figures().print(_table(settings, runs))
-    if report is not None:
-        figures().print(f"report: {report}", soft_wrap=True)
+    else:
+        _show(settings, runs, report)
 
 
 # -- running and showing -----------------------------------------------------------------------
 
 
-def _run(
-    bar: Progress, scenario: Scenario, workload: Workload, policy: str, total: int, record: bool
-) -> Run:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be simulated. ``jobs``: the requests, where none depends on another's end."""
+
+    scenario: Scenario
+    workload: Workload
+    total: int
+    jobs: Sequence[Job]
+    settings: dict[str, Any]
+
+
+def _compare(asked: _Asked, policies: Sequence[str], report: Path | None) -> list[Run]:
+    """The same requests under every policy; the page at ``report`` with them."""
     from cacheflow.simulation.scenario import simulate as run
 
-    tell = _telling(bar, policy, total)
-    return run(scenario, workload, policy, progress=tell, record=record)
+    with progress() as bar:
+        runs = [
+            run(
+                asked.scenario,
+                asked.workload,
+                name,
+                progress=_telling(bar, name, asked.total),
+                record=report is not None,
+            )
+            for name in policies
+        ]
+        if report is not None:
+            _write(bar, report, asked, runs)
+    return runs
 
 
 def _telling(bar: Progress, name: str, total: int) -> Callable[[int], None]:
@@ -179,31 +195,30 @@ def _telling(bar: Progress, name: str, total: int) -> Callable[[int], None]:
     return tell
 
 
-def _write(
-    bar: Progress,
-    path: Path,
-    settings: dict[str, Any],
-    scenario: Scenario,
-    runs: Sequence[Run],
-    jobs: Sequence[Job],
-) -> None:
+def _write(bar: Progress, path: Path, asked: _Asked, runs: Sequence[Run]) -> None:
     from cacheflow.simulation.maps import LENGTHS, RATIOS, win_map
     from cacheflow.simulation.report import render_report
     from cacheflow.simulation.scenario import simulate as run
     from cacheflow.simulation.workloads import Synthetic
 
     names, batch = [each.policy for each in runs], None
-    if jobs:
-        few = Synthetic("batch", [replace(job, arrival=0.0) for job in jobs[:_BATCH]])
+    if asked.jobs:
+        few = Synthetic("batch", [replace(job, arrival=0.0) for job in asked.jobs[:_BATCH]])
         shown = "adaptive" if "adaptive" in names else names[-1]
-        batch = run(replace(scenario, gpus=1), few, shown, timeline=True)
+        batch = run(replace(asked.scenario, gpus=1), few, shown, timeline=True)
     tell = _telling(bar, "map", len(RATIOS) * len(LENGTHS))
-    points = win_map(scenario, names, progress=tell)
-    page = render_report("CacheFlow in virtual time", settings, runs, batch, points)
+    points = win_map(asked.scenario, names, progress=tell)
+    page = render_report("CacheFlow in virtual time", asked.settings, runs, batch, points)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--report {path}: {error.strerror}") from error
+
+
+def _show(settings: dict[str, Any], runs: Sequence[Run], report: Path | None) -> None:
+    figures().print(_table(settings, runs))
+    if report is not None:
+        figures().print(f"report: {report}", soft_wrap=True)
 
 
 def _table(settings: dict[str, Any], runs: Sequence[Run]) -> Table:

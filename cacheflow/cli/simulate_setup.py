@@ -86,7 +86,6 @@ def independent(
     coverage: float,
     holes: float,
     load: float,
-    seed: int,
 ) -> tuple[Workload, list[Job]]:
     """Synthetic requests: at random with ``load``, or all at once if that is 0."""
     jobs = synthetic(
@@ -96,9 +95,9 @@ def independent(
         suffix_tokens=suffix,
         coverage=coverage,
         holes=holes,
-        seed=seed,
+        seed=scenario.seed,
     )
     if load:
-        jobs = poisson(jobs, mean_gap(scenario, jobs, load), seed)
+        jobs = poisson(jobs, mean_gap(scenario, jobs, load), scenario.seed)
     how = f"at load {load:g}" if load else "all at once"
     return Synthetic(f"{len(jobs)} requests {how}", jobs), jobs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 __all__ = ["ChannelProfile", "ComputeProfile"]
 
@@ -57,6 +56,10 @@ class ChannelProfile:
 
 
 def _check(name: str, value: object, least: float = _LEAST) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and isfinite(value) and least <= value <= _MOST):  # type: ignore[arg-type, operator]
+    # No infinity is between the two, nor is what is not a number.
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not least <= value <= _MOST
+    ):
         raise ValueError(f"{name} cannot be {value!r}")

@@ -99,7 +99,7 @@ class CostStore:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
             os.replace(temporary, self._path)
-        except BaseException:
+        except BaseException:  # interrupted as well: leave no file behind
             with suppress(OSError):
                 os.unlink(temporary)
             raise

@@ -59,12 +59,6 @@ class Ledger:
         """Free cells of the prefix alone."""
         self.free_bytes: dict[str, int] = {}
         """Left to be asked of each channel; cells of several channels count in each."""
-        work = outlook.compute.work
-        self.tiles = [
-            TileState(tile, spec.num_layers, spec.chunk_tokens, work(tile)) for tile in spec.tiles
-        ]
-        self._suffix_work = [work(piece) for piece in spec.suffix]
-        self.suffix_low = [0] * len(spec.suffix)
         self._outlook = outlook
         self._by_layers = policy.by_layers(spec)
         self._whole_tiles = policy.whole_tiles(spec)
@@ -77,6 +71,16 @@ class Ledger:
         """Loads in flight, by channel."""
         self._last_load: dict[str, int] = {}
         """The latest of them."""
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Every tile and suffix piece, nothing of them done."""
+        spec, work = self.spec, self._outlook.compute.work
+        self.tiles = [
+            TileState(tile, spec.num_layers, spec.chunk_tokens, work(tile)) for tile in spec.tiles
+        ]
+        self._suffix_work = [work(piece) for piece in spec.suffix]
+        self.suffix_low = [0] * len(spec.suffix)
         self._open = (1 << len(self.tiles)) - 1
         """Tiles that are not complete."""
         self._has_free = 0
@@ -88,8 +92,8 @@ class Ledger:
             self._recount(t)
         for work_of_piece in self._suffix_work:
             self._add_work(self.todo, spec.num_layers, work_of_piece)
-            outlook.all_suffixes.add(spec.num_layers, work_of_piece)
-        outlook.requests += 1
+            self._outlook.all_suffixes.add(spec.num_layers, work_of_piece)
+        self._outlook.requests += 1
 
     def _refresh(self, t: int) -> None:
         self.tiles[t].refresh()

@@ -67,10 +67,10 @@ class Device:
     peak: float
     linear_limit: float
     linear_half_width: float
-    attention_limit: float
     attention_half_width: float
-    launch_seconds: float
     source: str
+    attention_limit: float = 0.5
+    launch_seconds: float = 150e-6
 
     def layer_seconds(self, model: ModelShape, start: int, width: int) -> float:
         """Seconds of one layer for tokens ``[start, start + width)``."""

@@ -30,9 +30,7 @@ DEVICES: Final = {
             peak=989e12,
             linear_limit=0.577,
             linear_half_width=457.0,
-            attention_limit=0.5,
             attention_half_width=1420.0,
-            launch_seconds=150e-6,
             source="peak: H100 SXM datasheet; width 512: Cake figure 4; width 2,048: half of peak",
         ),
         Device(
@@ -40,9 +38,7 @@ DEVICES: Final = {
             peak=312e12,
             linear_limit=0.70,
             linear_half_width=50.0,
-            attention_limit=0.5,
             attention_half_width=163.0,
-            launch_seconds=150e-6,
             source="peak: A100 SXM datasheet; width 512: Cake figure 4; limit 0.70 assumed",
         ),
         Device(
@@ -50,9 +46,7 @@ DEVICES: Final = {
             peak=362e12,
             linear_limit=0.484,
             linear_half_width=167.0,
-            attention_limit=0.5,
             attention_half_width=190.0,
-            launch_seconds=150e-6,
             source="peak: L40S datasheet; width 2,048: half of peak; widths scaled from h100, a100",
         ),
     )

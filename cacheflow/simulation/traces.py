@@ -98,8 +98,9 @@ def _check(entry: dict[str, Any], where: str) -> None:
 
 
 def _is_time(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value < float("inf")  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value < float("inf")
 
 
 def generate_trace(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from cacheflow.errors import CapacityError, ClosedError, ConfigError
+from cacheflow.errors import ClosedError, ConfigError
 from cacheflow.kv import make_grid_id
 from cacheflow.plugins.transformers.attention import ATTENTION_NAME
 from cacheflow.plugins.transformers.check import check_walk
@@ -28,8 +28,8 @@ from cacheflow.plugins.transformers.model import (
     load_tokenizer,
 )
 from cacheflow.plugins.transformers.pages import PagePool
-from cacheflow.plugins.transformers.request import OpenRequest
 from cacheflow.plugins.transformers.smollm2 import prepare_smollm2
+from cacheflow.plugins.transformers.table import RequestTable
 from cacheflow.plugins.transformers.walk import Walker
 from cacheflow.types import Claim, ComputeBatch, KVLayout, Segment, Span, TileGrid, TileWork
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cacheflow.abc import ClaimLayer
+    from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import ComputeDone, StagedPart
 
 __all__ = ["TransformersEngine"]
@@ -78,11 +79,11 @@ class TransformersEngine:
             threads=threads,
         )
         self._model = model
-        self._vocabulary = int(model.config.vocab_size)
         self._streams = streams
         self._pool = PagePool(layout, grid, kv_bytes, device)
         self._walker = Walker(model, streams)
-        self._requests: dict[str, OpenRequest] = {}
+        vocabulary = int(model.config.vocab_size)
+        self._requests = RequestTable(self._pool, grid, self.max_tokens, vocabulary)
         self._compute = Lane("cacheflow-compute", threads)
         self._copy = Lane("cacheflow-copy", threads)
         self._closed = False
@@ -133,7 +134,7 @@ class TransformersEngine:
         )
         try:
             await check_walk(engine, loaded)
-        except BaseException:
+        except BaseException:  # cancelled as well: its threads must not stay
             await engine.aclose()
             raise
         return engine
@@ -151,17 +152,11 @@ class TransformersEngine:
         """See :meth:`cacheflow.abc.Recomputer.open`."""
         if self._closed:
             raise ClosedError("the engine is closed")
-        if request_id in self._requests:
-            raise ValueError(f"request {request_id!r} is already open")
-        if not len(tokens):
-            raise ConfigError("the prompt is empty: give at least one token")
-        request = OpenRequest(request_id, self.grid, [])
-        self._append([request], [tokens])
-        self._requests[request_id] = request
+        self._requests.open(request_id, tokens)
 
     async def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """See :meth:`cacheflow.abc.Engine.extend`."""
-        self._append([self._request(request_id)], [tokens])
+        self._requests.append([self._requests.get(request_id)], [tokens])
 
     async def fork(self, source_id: str, request_id: str, tokens: int) -> None:
         """Open ``request_id`` with the first ``tokens`` tokens of ``source_id``, KV included.
@@ -172,24 +167,12 @@ class TransformersEngine:
         Raises:
             CapacityError: no KV memory is left for the copy.
         """
-        source = self._request(source_id)
-        if not 0 < tokens <= len(source.tokens):
-            raise ValueError(f"{source_id!r} has {len(source.tokens)} tokens, not {tokens}")
-        if request_id in self._requests:
-            raise ValueError(f"request {request_id!r} is already open")
-        made = OpenRequest(request_id, self.grid, source.tokens[:tokens])
-        made.pages = [self._pool.share(p) for p in source.pages if p.stop <= tokens]
-        try:
-            made.grow(self._pool, tokens)
-        except CapacityError:
-            made.release(self._pool)
-            raise
-        made.segments = source.history(tokens)
-        self._requests[request_id] = made
+        source = self._requests.get(source_id)
+        made = self._requests.fork(source, request_id, tokens)
         if made.pages[-1].users == 1:
             try:
                 await self._on(self._compute, [made, source], lambda: self._copy_tail(source, made))
-            except BaseException:
+            except BaseException:  # cancelled as well: nobody would know of the request
                 await self.close(request_id)
                 raise
 
@@ -203,59 +186,15 @@ class TransformersEngine:
 
     async def close(self, request_id: str) -> None:
         """See :meth:`cacheflow.abc.Recomputer.close`. Also frees the KV if it is cancelled."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        request.closing = True
-        for running in request.busy:
-            # Runs after the callback that takes the future out of ``busy``.
-            running.add_done_callback(lambda _: request.release(self._pool))
-        request.release(self._pool)
-        while request.busy:
+        request = self._requests.close(request_id)
+        while request is not None and request.busy:
             await asyncio.wait(list(request.busy))
-
-    def _request(self, request_id: str) -> OpenRequest:
-        try:
-            return self._requests[request_id]
-        except KeyError:
-            raise ClosedError(f"request {request_id!r} is not open") from None
-
-    def _append(self, requests: Sequence[OpenRequest], tokens: Sequence[Sequence[int]]) -> None:
-        """Add tokens to each request, or to none."""
-        for request, more in zip(requests, tokens, strict=True):
-            self._check(len(request.tokens), more)
-        had = [len(request.pages) for request in requests]
-        try:
-            for request, more in zip(requests, tokens, strict=True):
-                request.grow(self._pool, len(request.tokens) + len(more))
-        except CapacityError:
-            for request, pages in zip(requests, had, strict=True):
-                request.shrink(self._pool, pages)
-            raise
-        for request, more in zip(requests, tokens, strict=True):
-            request.tokens += more
-            request.last = None
-
-    def _check(self, held: int, tokens: Sequence[int]) -> None:
-        total = held + len(tokens)
-        if total > self.max_tokens:
-            raise ConfigError(
-                f"{total} tokens are more than the model's context of {self.max_tokens}: "
-                f"shorten the prompt"
-            )
-        # min and max in C: a long prompt must not hold the event loop.
-        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < self._vocabulary):
-            wrong = next(i for i, t in enumerate(tokens) if not 0 <= t < self._vocabulary)
-            raise ConfigError(
-                f"token {tokens[wrong]} at position {held + wrong} is not in the vocabulary "
-                f"of {self._vocabulary}"
-            )
 
     # -- compute -------------------------------------------------------------------------------
 
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
         """See :meth:`cacheflow.abc.Recomputer.recompute`."""
-        requests = [self._request(work.request_id) for work in batch.work]
+        requests = [self._requests.get(work.request_id) for work in batch.work]
 
         def ask(request: OpenRequest) -> ClaimLayer:
             # A closed request's memory is waited for: do not make it long.
@@ -276,16 +215,15 @@ class TransformersEngine:
 
     async def prefill(self, request_id: str, start: int = 0, stop: int | None = None) -> None:
         """Compute tokens ``[start, stop)`` (default: all), tile by tile, asking nobody."""
-        total = len(self._request(request_id).tokens)
+        total = len(self._requests.get(request_id).tokens)
         for tile in self.grid.split(start, total if stop is None else stop):
             work = TileWork(request_id, tile, 0, is_suffix=True)
             await self.recompute(ComputeBatch((work,)), lambda _work, _layer: Claim.WRITE)
 
     async def discard(self, request_id: str, start: int) -> None:
         """See :meth:`cacheflow.abc.Recomputer.discard`."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.paused.pop(start, None)
+        if request_id in self._requests:
+            self._requests.get(request_id).paused.pop(start, None)
 
     async def first_token(self, request_id: str) -> int:
         """See :meth:`cacheflow.abc.Engine.first_token`."""
@@ -293,7 +231,7 @@ class TransformersEngine:
 
     async def last_logits(self, request_id: str) -> torch.Tensor:
         """Logits ``[vocabulary]`` (fp32, on the CPU) after the last prompt token."""
-        last = self._request(request_id).last
+        last = self._requests.get(request_id).last
         if last is None:
             raise RuntimeError(f"request {request_id!r}: its last token was not computed")
         return last
@@ -313,8 +251,8 @@ class TransformersEngine:
         """See :meth:`cacheflow.abc.Engine.decode`."""
         if len(set(request_ids)) != len(request_ids):
             raise ValueError("a request cannot decode two tokens in one step")
-        requests = [self._request(request_id) for request_id in request_ids]
-        self._append(requests, [[token] for token in tokens])
+        requests = [self._requests.get(request_id) for request_id in request_ids]
+        self._requests.append(requests, [[token] for token in tokens])
         positions = [len(request.tokens) - 1 for request in requests]
 
         def work() -> list[int]:
@@ -332,7 +270,7 @@ class TransformersEngine:
 
     async def publish(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         """See :meth:`cacheflow.abc.Recomputer.publish`."""
-        request = self._request(request_id)
+        request = self._requests.get(request_id)
 
         def work() -> None:
             with self._streams.copy():
@@ -344,7 +282,7 @@ class TransformersEngine:
 
     async def capture(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         """See :meth:`cacheflow.abc.Recomputer.capture`."""
-        request = self._request(request_id)
+        request = self._requests.get(request_id)
         with self._streams.compute():
             computed = self._streams.mark()
 
@@ -361,20 +299,25 @@ class TransformersEngine:
 
     def segments(self, request_id: str) -> tuple[Segment, ...]:
         """See :meth:`cacheflow.abc.Engine.segments`."""
-        return tuple(self._request(request_id).segments)
+        return tuple(self._requests.get(request_id).segments)
 
     def set_segments(self, request_id: str, tokens: Span, segments: Sequence[Segment]) -> None:
         """See :meth:`cacheflow.abc.Engine.set_segments`."""
-        self._request(request_id).loaded(tokens, segments)
+        self._requests.get(request_id).loaded(tokens, segments)
 
     def kv(
         self, request_id: str, layer: int, tokens: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V ``[Hkv, tokens, D]`` of the first ``tokens`` tokens (default: all)."""
-        request = self._request(request_id)
+        request = self._requests.get(request_id)
         parts = request.past(len(request.tokens) if tokens is None else tokens)
         keys, values = zip(*(page.part(layer, stop) for page, stop in parts), strict=True)
         return torch.cat(keys, dim=2)[0], torch.cat(values, dim=2)[0]
+
+    @property
+    def open_requests(self) -> list[str]:
+        """Requests that hold KV memory."""
+        return self._requests.ids
 
     @property
     def kv_used_bytes(self) -> int:
@@ -384,9 +327,8 @@ class TransformersEngine:
     async def aclose(self) -> None:
         """See :meth:`cacheflow.abc.Engine.aclose`."""
         self._closed = True
-        for request in self._requests.values():
-            request.closing = True
-        for request_id in list(self._requests):
+        self._requests.stop()
+        for request_id in self._requests.ids:
             await self.close(request_id)
         await asyncio.gather(self._compute.stop(_CLOSE_SECONDS), self._copy.stop(_CLOSE_SECONDS))
 

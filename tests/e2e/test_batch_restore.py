@@ -152,7 +152,7 @@ class Batch:
         assert asyncio.all_tasks() == tasks
         assert self.pool.leased_bytes == self.pool.quarantined_bytes() == 0
         for i in range(len(self.colds)):
-            assert self.engine._requests[f"r{i}"].paused == {}, f"r{i}"
+            assert self.engine._requests.get(f"r{i}").paused == {}, f"r{i}"
             await self.engine.close(f"r{i}")
         assert self.engine.kv_used_bytes == 0
 

@@ -56,7 +56,7 @@ def assert_nothing_is_left(flow: CacheFlow, engine: Any) -> None:
     assert flow.restorer._jobs == {}
     assert flow.restorer.scheduler._requests == {}
     assert engine.kv_used_bytes == 0
-    assert engine._requests == {}
+    assert engine.open_requests == []
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "load"])
