@@ -17,15 +17,16 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from cacheflow.abc import StorageBackend
-from cacheflow.errors import BackendError, ClosedError, IntegrityError
+from cacheflow.errors import BackendError, CapacityError, ClosedError, IntegrityError
 from cacheflow.storage_backends.checks import check_reads, check_writes
 from cacheflow.storage_backends.exchange import Imported, export_objects, import_objects
 from cacheflow.storage_backends.loading import load_on_threads
 from cacheflow.storage_backends.nvme.files import DirectIo, read_file, sync_folder, write_new
 from cacheflow.storage_backends.nvme.folder import StoreFolder
 from cacheflow.storage_backends.nvme.index import HeaderIndex
+from cacheflow.storage_backends.nvme.ledger import Ledger
 from cacheflow.storage_backends.nvme.listing import Listing
-from cacheflow.storage_backends.nvme.opening import prepare
+from cacheflow.storage_backends.nvme.opening import join, prepare
 from cacheflow.storage_backends.nvme.settings import NvmeOptions
 from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
+    from cacheflow.errors import CacheFlowError
+    from cacheflow.storage_backends.nvme.space import Space
     from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
 
 __all__ = ["NvmeBackend"]
@@ -61,6 +64,9 @@ class NvmeBackend(StorageBackend):
         self._names = IoThreads(_NAME_THREADS, "cacheflow-nvme-names")
         self._index = HeaderIndex()
         self._listing = Listing(folder)
+        self._ledger = Ledger(folder.ledger)
+        self._space: Space | None = None
+        """None while the folder can only be read."""
         self._reported: set[Path] = set()
         self._closed = False
 
@@ -71,7 +77,8 @@ class NvmeBackend(StorageBackend):
         folder = StoreFolder(parsed.path.expanduser().absolute())
         backend = cls(parsed, folder)
         try:
-            await prepare(folder, parsed, backend._names)
+            if await prepare(folder, parsed, backend._names):
+                backend._space = await join(folder, parsed, backend._ledger, backend._names)
         except BaseException:
             await backend.aclose()
             raise
@@ -126,17 +133,13 @@ class NvmeBackend(StorageBackend):
                 yield info
 
     async def used_bytes(self) -> int:
-        """Bytes of all object files, those that turned out invalid included."""
+        """Bytes of all files of the store, unfinished and invalid ones included.
+
+        Exact for what any process does through the store; what happens behind its back is seen
+        when a process that is alone opens it.
+        """
         self._check()
-
-        def measure() -> int:
-            total = 0
-            for _, path in self.folder.all():
-                with suppress(FileNotFoundError):
-                    total += path.lstat().st_size
-            return total
-
-        used: int = await self._names.run(measure)
+        used: int = await self._names.run(self._used)
         return used
 
     async def export_objects(self, folder: Path, keys: Sequence[ChunkKey] | None = None) -> int:
@@ -152,12 +155,16 @@ class NvmeBackend(StorageBackend):
         return await import_objects(self, folder)
 
     async def aclose(self) -> None:
-        if not self._closed:
-            self._closed = True
-            pools = (self._threads, self._names)
-            ended = await asyncio.gather(*(pool.aclose(_CLOSE_SECONDS) for pool in pools))
-            if not all(ended):
-                _log.error("%s: closed with I/O still hung in the kernel", self.folder.root)
+        if self._closed:
+            return
+        self._closed = True
+        ended = await self._threads.aclose(_CLOSE_SECONDS)
+        leave = self._ledger.close if self._space is None else self._space.leave
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._names.run(leave), _CLOSE_SECONDS)
+        ended &= await self._names.aclose(_CLOSE_SECONDS)
+        if not ended:
+            _log.error("%s: closed with I/O still hung in the kernel", self.folder.root)
 
     # -- on I/O threads ------------------------------------------------------------------------
 
@@ -186,38 +193,39 @@ class NvmeBackend(StorageBackend):
         ok = count == read.buffer.nbytes
         return (TransferStatus.OK if ok else TransferStatus.SHORT), count
 
+    def _used(self) -> int:
+        if self._space is not None:
+            return self._space.used()
+        return sum(file.nbytes for file in self.folder.files())
+
     def _write_and_release(self, write: Write, start: float) -> TransferResult:
+        status = TransferStatus.OK
+        failure: CacheFlowError | None = None
         try:
             self._write(write)
+        except CapacityError as error:
+            status, failure = TransferStatus.FULL, error
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             status = TransferStatus.FULL if full else TransferStatus.FAILED
-            failure = BackendError(
-                error.strerror or str(error),
-                operation="store",
-                context=str(self.folder.root),
-                is_temporary=full,
-            )
-            return TransferResult(write, status, 0, time.monotonic() - start, failure)
+            failure = self._failure(error, "store", str(self.folder.root), is_temporary=full)
         finally:
             _release(write)
-        seconds = time.monotonic() - start
-        return TransferResult(write, TransferStatus.OK, write.nbytes, seconds)
+        nbytes = write.nbytes if failure is None else 0
+        return TransferResult(write, status, nbytes, time.monotonic() - start, failure)
 
     def _write(self, write: Write) -> None:
-        path, temporary = self.folder.path(write.info.key), self.folder.new_temporary()
-        fsync = self.options.fsync
-        try:
+        path, fsync = self.folder.path(write.info.key), self.options.fsync
+        is_new_folder = not path.parent.exists()
+
+        def fill(temporary: Path) -> None:
             write_new(self._direct, temporary, write.parts, fsync=fsync)
-            is_new_folder = not path.parent.exists()
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-        self._index.forget(path)
-        self._listing.forget(write.info.key.chunk)
+
+        try:
+            self._writable().put(path, write.nbytes, fill)
+        finally:
+            self._forget(write.info.key, path)
         if fsync:
             sync_folder(path.parent)
         if fsync and is_new_folder:
@@ -225,16 +233,28 @@ class NvmeBackend(StorageBackend):
 
     def _remove(self, key: ObjectKey) -> bool:
         path = self.folder.path(key)
+        try:
+            return self._writable().remove(path)
+        except OSError as error:
+            raise self._failure(error, "delete", str(path)) from error
+        finally:
+            self._forget(key, path)
+
+    def _forget(self, key: ObjectKey, path: Path) -> None:
         self._index.forget(path)
         self._listing.forget(key.chunk)
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise BackendError(reason, operation="delete", context=str(path)) from error
-        return True
+
+    def _writable(self) -> Space:
+        if self._space is None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return self._space
+
+    @staticmethod
+    def _failure(
+        error: OSError, operation: str, context: str, *, is_temporary: bool = False
+    ) -> BackendError:
+        reason = error.strerror or str(error)
+        return BackendError(reason, operation=operation, context=context, is_temporary=is_temporary)
 
     def _check(self) -> None:
         if self._closed:

@@ -1,25 +1,24 @@
-"""The folder of a store: its manifest, its names, its temporary files.
+"""The folder of a store: its manifest, its names, its files.
 
 ::
 
     cacheflow-store.json           what this is, in which version; without it nothing is touched
+    ledger                         bytes in use, shared by all processes (see ledger.py)
     objects/ab/NAME                one file an object, ``ab`` the first byte of the digest
-    tmp/HOST-PID-START-TOKEN       being written; reaped when the process that wrote it is gone
+    tmp/TOKEN                      being written or removed; TOKEN is in its process's ledger entry
 
-HOST names the boot and the process-id namespace: several machines or containers can share a folder
-without taking each other's files for leftovers. Blocking calls: run them on I/O threads.
+Files in ``objects`` that have another name or place are not ours to judge: they count, are
+reported, and are left alone. Blocking calls: run them on I/O threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import json
 import os
 import secrets
-import time
-from pathlib import Path
+import stat
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import ConfigError, IntegrityError
@@ -27,15 +26,25 @@ from cacheflow.kv import format_name, parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from cacheflow.types import ObjectKey
 
-__all__ = ["FOLDER_FORMAT", "MANIFEST", "StoreFolder"]
+__all__ = ["FOLDER_FORMAT", "MANIFEST", "FoundFile", "StoreFolder"]
 
 MANIFEST: Final = "cacheflow-store.json"
 FOLDER_FORMAT: Final = 1
-_ABANDONED_SECONDS: Final = 86_400.0
-"""Age at which another host's unfinished file is a leftover: no write takes a day."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file below ``objects``; ``key`` is None if its name and place are not an object's."""
+
+    path: Path
+    key: ObjectKey | None
+    nbytes: int
+    modified: float
+    """Seconds since the epoch: when an object was stored."""
 
 
 class StoreFolder:
@@ -45,6 +54,7 @@ class StoreFolder:
         self.root = root
         self.objects = root / "objects"
         self.temporary = root / "tmp"
+        self.ledger = root / "ledger"
 
     def check_is_free_or_ours(self, create: bool) -> bool:
         """True if a manifest is there, False if the folder is free to become a store.
@@ -119,52 +129,67 @@ class StoreFolder:
 
     def new_temporary(self) -> Path:
         """A name in ``tmp`` that nobody else uses."""
-        pid = os.getpid()
-        return self.temporary / f"{_host()}-{pid}-{_started(pid)}-{secrets.token_hex(8)}"
+        return self.temporary / secrets.token_hex(8)
+
+    def free_bytes(self) -> int:
+        """Bytes that the file system has left for this user."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    def size_bytes(self) -> int:
+        """Bytes of the whole file system."""
+        found = os.statvfs(self.root)
+        return found.f_blocks * found.f_frsize
 
     def all(self) -> Iterator[tuple[ObjectKey, Path]]:
-        """Every file whose name and place are an object's; anything else is not ours to judge."""
-        with contextlib.suppress(FileNotFoundError):
-            for fan in sorted(path.name for path in self.objects.iterdir()):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    for name in os.listdir(self.objects / fan):  # noqa: PTH208 - names only
-                        if name.startswith(fan):
-                            with contextlib.suppress(ValueError):
-                                yield parse_name(name), self.objects / fan / name
+        """Every file whose name and place are an object's, by name alone."""
+        for fan in self._fans():
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                for name in os.listdir(self.objects / fan):  # noqa: PTH208 - names only
+                    if (key := _key(fan, name)) is not None:
+                        yield key, self.objects / fan / name
 
-    def reap_temporaries(self) -> int:
-        """Remove files whose writers are gone; returns how many."""
-        reaped = 0
+    def files(self) -> Iterator[FoundFile]:
+        """Every file below ``objects``, whatever it is; folders are looked into once."""
+        for fan in self._fans():
+            with contextlib.suppress(FileNotFoundError):
+                yield from self._files_in(fan)
+
+    def _files_in(self, fan: str) -> Iterator[FoundFile]:
+        folder = self.objects / fan
+        try:
+            entries = os.scandir(folder)
+        except NotADirectoryError:
+            found = folder.lstat()
+            yield FoundFile(folder, None, found.st_size, found.st_mtime)
+            return
+        with entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(found.st_mode):
+                        key = _key(fan, entry.name)
+                        path = folder / entry.name
+                        yield FoundFile(path, key, found.st_size, found.st_mtime)
+
+    def _fans(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(os.listdir(self.objects))  # noqa: PTH208 - names only
+        return []
+
+    def clear_temporary(self) -> int:
+        """Remove all unfinished files: only while no other process has the store open."""
+        removed = 0
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.temporary):  # noqa: PTH208 - names only
                 with contextlib.suppress(OSError):
-                    if self._is_abandoned(name):
-                        (self.temporary / name).unlink()
-                        reaped += 1
-        return reaped
-
-    def _is_abandoned(self, name: str) -> bool:
-        host, _, rest = name.partition("-")
-        pid, _, rest = rest.partition("-")
-        if host == _host() and pid.isdigit():
-            return _started(int(pid)) != rest.partition("-")[0]
-        return time.time() - (self.temporary / name).stat().st_mtime > _ABANDONED_SECONDS
+                    (self.temporary / name).unlink()
+                    removed += 1
+        return removed
 
 
-@functools.cache
-def _host() -> str:
-    """This boot and process-id namespace: where a process id means something."""
-    parts: list[str] = []
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii"))
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return hashlib.blake2s("".join(parts).encode(), digest_size=6).hexdigest()
-
-
-def _started(pid: int) -> str:
-    """When process ``pid`` started, in clock ticks since boot; empty if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]
+def _key(fan: str, name: str) -> ObjectKey | None:
+    if name.startswith(fan) and len(fan) == 2:
+        with contextlib.suppress(ValueError):
+            return parse_name(name)
+    return None

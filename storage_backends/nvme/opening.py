@@ -1,63 +1,74 @@
-"""How a folder becomes a store, or is recognised as one: the manifest decides.
+"""How a folder becomes a store, or is recognised as one, and how a process joins those that use it.
 
-Nothing is written to a folder that is something else, or to one that can only be read.
+The manifest decides what is a store. Nothing is written to a folder that is something else, or to
+one that can only be read. The first process to open a store removes what the dead have left
+unfinished and counts the bytes; the others wait for it, and rely on the ledger from then on.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import os
-from typing import TYPE_CHECKING
-
-import aiofiles
+import time
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import ConfigError
 from cacheflow.storage_backends.nvme.folder import MANIFEST
+from cacheflow.storage_backends.nvme.records import Joined
+from cacheflow.storage_backends.nvme.space import Space
 
 if TYPE_CHECKING:
     from cacheflow.storage_backends.nvme.folder import StoreFolder
+    from cacheflow.storage_backends.nvme.ledger import Ledger
     from cacheflow.storage_backends.nvme.settings import NvmeOptions
     from cacheflow.storage_backends.threads import IoThreads
 
-__all__ = ["prepare"]
+__all__ = ["join", "prepare"]
 
 _log = logging.getLogger(__name__)
+_ASK_AGAIN: Final = 0.02
+_REPORT_SECONDS: Final = 2.0
 
 
-async def prepare(folder: StoreFolder, options: NvmeOptions, threads: IoThreads) -> None:
-    """Check ``folder`` or make it, and remove what writers that are gone have left.
+async def prepare(folder: StoreFolder, options: NvmeOptions, threads: IoThreads) -> bool:
+    """Check ``folder`` or make it; True if it can be written.
 
     Raises:
         ConfigError: it is no store and cannot become one, or one of another version.
         IntegrityError: its manifest is damaged.
     """
     if await threads.run(lambda: folder.check_is_free_or_ours(options.create)):
-        folder.check_manifest(await _read_manifest(folder))
+        folder.check_manifest(await threads.run(lambda: _read_manifest(folder)))
     else:
         await threads.run(folder.make)
-        await _write_manifest(folder, threads)
-    if await threads.run(lambda: os.access(folder.root, os.W_OK)):
-        await threads.run(folder.make)
-        if reaped := await threads.run(folder.reap_temporaries):
-            _log.info("%s: removed %d unfinished files", folder.root, reaped)
+        await threads.run(lambda: _write_manifest(folder))
     if options.direct == "on":
         await threads.run(lambda: _insist_on_direct(folder))
+    is_writable: bool = await threads.run(lambda: os.access(folder.root, os.W_OK))
+    if is_writable:
+        await threads.run(folder.make)
+    return is_writable
 
 
-async def _read_manifest(folder: StoreFolder) -> bytes:
+def _read_manifest(folder: StoreFolder) -> bytes:
     try:
-        async with aiofiles.open(folder.root / MANIFEST, "rb") as file:
-            return await file.read()
+        return (folder.root / MANIFEST).read_bytes()
     except OSError as error:
         raise ConfigError(f"{folder.root / MANIFEST} cannot be read: {error.strerror}") from error
 
 
-async def _write_manifest(folder: StoreFolder, threads: IoThreads) -> None:
-    temporary = await threads.run(folder.new_temporary)
+def _write_manifest(folder: StoreFolder) -> None:
+    temporary, manifest = folder.new_temporary(), folder.root / MANIFEST
     try:
-        async with aiofiles.open(temporary, "xb") as file:
-            await file.write(folder.manifest())
-        await threads.run(lambda: os.replace(temporary, folder.root / MANIFEST))
+        with temporary.open("xb") as file:
+            file.write(folder.manifest())
+        os.replace(temporary, manifest)
+    except FileNotFoundError as error:
+        # Whoever else made the store at the same time may have taken ours for a leftover.
+        if not manifest.exists():
+            raise ConfigError(f"{folder.root} was removed while it was made") from error
     except OSError as error:
         raise ConfigError(f"{folder.root} cannot be written: {error.strerror}") from error
 
@@ -70,3 +81,47 @@ def _insist_on_direct(folder: StoreFolder) -> None:
             f"{folder.root}: the file system has no O_DIRECT and option direct is 'on'; set it to "
             f"'auto'"
         ) from error
+
+
+async def join(
+    folder: StoreFolder, options: NvmeOptions, ledger: Ledger, threads: IoThreads
+) -> Space:
+    """Join those who use the store; the first one counts.
+
+    Raises:
+        ConfigError: the ledger cannot be used, or not with those who are there.
+    """
+    try:
+        # Whoever counts is another process: nothing here can be awaited.
+        while (joined := await threads.run(ledger.join)) is Joined.WAIT:  # noqa: ASYNC110
+            await asyncio.sleep(_ASK_AGAIN)
+        if joined is Joined.COUNT:
+            await threads.run(lambda: ledger.counted(_clean_and_count(folder)))
+        space: Space = await threads.run(lambda: _space(folder, options, ledger))
+    except OSError as error:
+        where = f"{folder.ledger}: {error.strerror or error}"
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise ConfigError(f"{where}: the file system has no file locks") from error
+        raise ConfigError(f"{where}: the store cannot be joined") from error
+    return space
+
+
+def _space(folder: StoreFolder, options: NvmeOptions, ledger: Ledger) -> Space:
+    size, free, used = folder.size_bytes(), folder.free_bytes(), ledger.totals().used
+    space = Space(folder, ledger, options.cap(size), options.floor(size, free, used))
+    if space.reclaim():
+        _log.info("%s: removed what a process that is gone had left", folder.root)
+    return space
+
+
+def _clean_and_count(folder: StoreFolder) -> int:
+    if removed := folder.clear_temporary():
+        _log.info("%s: removed %d unfinished files", folder.root, removed)
+    total = count = 0
+    reported = time.monotonic()
+    for file in folder.files():
+        total, count = total + file.nbytes, count + 1
+        if not count % 1024 and time.monotonic() - reported > _REPORT_SECONDS:
+            reported = time.monotonic()
+            _log.info("%s: counted %d files so far", folder.root, count)
+    return total

@@ -34,6 +34,10 @@ class NvmeHarness(StorageBackendTests):
     async def open_backend(self, where: Path) -> StorageBackend:
         return await NvmeBackend.open({"path": str(where / "store"), **self.options})
 
+    async def open_small(self, where: Path) -> StorageBackend:
+        options = {"path": str(where / "small"), "max_bytes": 150_000, **self.options}
+        return await NvmeBackend.open(options)
+
     async def raw_get(self, backend: StorageBackend, key: ObjectKey) -> bytes | None:
         try:
             return await asyncio.to_thread(_file(backend, key).read_bytes)

@@ -128,6 +128,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+        while folder.is_mount():
+            subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 async def turns(model: Path, disk: Path, between: Any = None) -> list[Generation]:
@@ -138,7 +140,8 @@ async def turns(model: Path, disk: Path, between: Any = None) -> list[Generation
     )
     chance = random.Random(1)
     prompt = [chance.randrange(320) for _ in range(700)]
-    tier = {"name": "disk", "backend": "nvme", "options": {"path": str(disk)}}
+    options = {"path": str(disk), "max_bytes": 1 << 30, "min_free_bytes": 0}
+    tier = {"name": "disk", "backend": "nvme", "options": options}
     settings = Settings(tiers=[tier], staging_bytes=1 << 22)
     reports = [Generation(), Generation()]
     try:
@@ -178,8 +181,9 @@ async def test_a_full_disk(model_folder: Path, small_disk: Path) -> None:
 async def test_a_disk_that_becomes_read_only(model_folder: Path, small_disk: Path) -> None:
     """What is there is still served; what is new is dropped and counted."""
 
-    def remount() -> None:
-        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    def remount() -> None:  # on top: what is open for writing keeps the disk itself from it
+        mount = ["mount", "-o", "bind,ro", str(small_disk), str(small_disk)]
+        subprocess.run(mount, check=True)
 
     _, second = await turns(model_folder, small_disk / "store", remount)
     assert second.cached_tokens > 0

@@ -69,9 +69,10 @@ def store(tmp_path: Path) -> Path:
 
 
 def object_files(store: Path) -> list[Path]:
-    """The largest files of the folder: the objects, wherever the backend puts them."""
+    """The large files among the objects."""
     size = LAYOUT.payload_bytes()
-    return sorted(p for p in store.rglob("*") if p.is_file() and p.stat().st_size > size)
+    objects = (store / "objects").rglob("*")
+    return sorted(p for p in objects if p.is_file() and p.stat().st_size > size)
 
 
 def test_ls_lists_each_object(store: Path) -> None:
