@@ -94,6 +94,14 @@ class StorageBackend(ABC):
     async def used_bytes(self) -> int:
         """Bytes the stored objects take from the backend's capacity."""
 
+    def distrust(self, keys: Sequence[ObjectKey]) -> None:
+        """What :meth:`load` gave of these objects is not what was stored, says who verified it.
+
+        For decorators that decide what is listed; a plain store has nothing to do, and a decorator
+        without a use for it passes it on. Must not block.
+        """
+        return
+
     @abstractmethod
     async def aclose(self) -> None:
         """Release everything, in bounded time even with I/O hung. Idempotent."""

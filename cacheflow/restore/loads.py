@@ -11,6 +11,8 @@ from cacheflow.restore.transfer import LoadFailed, fetch, lay_out, published_par
 from cacheflow.types import LoadEnded, LoadOutcome, Published
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cacheflow.memory import Lease
     from cacheflow.restore.request import Job
     from cacheflow.restore.restorer import Restorer
@@ -81,6 +83,8 @@ class LoadDriver:
             outcome = LoadOutcome.PUBLISHED if granted else LoadOutcome.DROPPED
         except LoadFailed as error:
             outcome, reason, lost = error.outcome, str(error), error.chunks
+            if outcome is LoadOutcome.CORRUPT:
+                self._distrust(load, job, lost)
         except TimeoutError:
             outcome, lost = LoadOutcome.LATE, load.chunks
             reason = f"not there after {restorer.load_deadline:g} s (setting load_deadline)"
@@ -118,6 +122,15 @@ class LoadDriver:
         event = Published(load.request_id, load.tile, load.layers, nbytes, start, stop)
         restorer.emit(event)
 
+    def _distrust(self, load: Load, job: Job, chunks: Sequence[int]) -> None:
+        """Tell the tier whose bytes were not what it says it stores."""
+        located = job.located[self._channel]
+        keys = {info.key for chunk in chunks for info, _ in located.pieces(chunk, load.layers)}
+        try:
+            self._restorer.channels[self._channel].distrust(list(keys))
+        except Exception:  # a third party's backend may raise anything; the load has failed anyway
+            _log.exception("tier %s: was told of %d corrupt objects", self._channel, len(keys))
+
     def _end(
         self,
         load: Load,
@@ -128,7 +141,7 @@ class LoadDriver:
     ) -> None:
         scheduler, now = self._restorer.scheduler, self._restorer.clock.now()
         if granted is None:
-            late = outcome is LoadOutcome.LATE
+            late = outcome in (LoadOutcome.LATE, LoadOutcome.REFUSED)
             scheduler.failed(load, now, chunks=lost, late=late)
             job.failed += outcome is not LoadOutcome.CANCELLED
             if lost:

@@ -27,6 +27,8 @@ _OUTCOMES = {
     TransferStatus.SHORT: LoadOutcome.SHORT,
     TransferStatus.FULL: LoadOutcome.FAILED,
     TransferStatus.FAILED: LoadOutcome.FAILED,
+    TransferStatus.LATE: LoadOutcome.LATE,
+    TransferStatus.REFUSED: LoadOutcome.REFUSED,
 }
 
 

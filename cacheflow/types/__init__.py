@@ -13,6 +13,8 @@ from cacheflow.types.events import (
     Published,
     RestoreEnded,
     StoreEnded,
+    TierDown,
+    TierUp,
 )
 from cacheflow.types.geometry import (
     DTYPE_BYTES,
@@ -92,6 +94,8 @@ __all__ = [
     "Span",
     "StagedPart",
     "StoreEnded",
+    "TierDown",
+    "TierUp",
     "Tile",
     "TileGrid",
     "TileWork",

@@ -25,6 +25,8 @@ __all__ = [
     "Published",
     "RestoreEnded",
     "StoreEnded",
+    "TierDown",
+    "TierUp",
 ]
 
 
@@ -40,6 +42,8 @@ class LoadOutcome(StrEnum):
     CORRUPT = "corrupt"
     LATE = "late"
     CANCELLED = "cancelled"
+    REFUSED = "refused"
+    """The tier was set aside as sick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +148,40 @@ class CostChecked:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class TierDown:
+    """A tier was set aside as sick: asked for nothing until a probe says that it is well.
+
+    ``direction`` is ``load`` (then it is not written to either) or ``store`` (still read from).
+    """
+
+    channel: str
+    direction: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierUp:
+    """A tier that was set aside is used again."""
+
+    channel: str
+    direction: str
+    seconds: float
+    """For how long it had been set aside."""
+    at: float
+
+
 Event: TypeAlias = (
-    LookedUp | LayersComputed | LoadEnded | Published | RestoreEnded | StoreEnded | CostChecked
+    LookedUp
+    | LayersComputed
+    | LoadEnded
+    | Published
+    | RestoreEnded
+    | StoreEnded
+    | CostChecked
+    | TierDown
+    | TierUp
 )
 Observer: TypeAlias = "Callable[[Event], None]"
 """Must not raise; what it raises is logged and dropped."""

@@ -91,6 +91,10 @@ class TransferStatus(StrEnum):
     FULL = "full"
     """A cap or a full disk; nothing of the object is visible."""
     FAILED = "failed"
+    LATE = "late"
+    """Given up at its deadline; its buffer may still be written, and is held until it is not."""
+    REFUSED = "refused"
+    """Not tried: the tier is set aside as sick."""
 
 
 @dataclass(frozen=True, slots=True)

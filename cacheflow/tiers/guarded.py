@@ -1,0 +1,327 @@
+"""A tier that may be slow, hung or dead, made safe to ask: deadlines, and a breaker.
+
+Every operation has a deadline that follows from its bytes and from what the channel delivers. A
+tier that fails or is late too often is set aside: lookups find nothing, reads and writes are
+refused, all at once; a task of the tier's own then probes it until it is well again, so that no
+request is spent on finding out. What could not be read although it was listed is a miss for a
+while. Knows no index, capacity or request, and verifies nothing: see :meth:`Guarded.distrust`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from contextlib import aclosing
+from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
+
+from cacheflow.abc import StorageBackend
+from cacheflow.clock import SystemClock
+from cacheflow.errors import BackendError, ClosedError, ConfigError
+from cacheflow.tiers.cutoff import Cutoff
+from cacheflow.tiers.doubts import Doubts
+from cacheflow.tiers.health import Ailment
+from cacheflow.tiers.patience import Patience
+from cacheflow.tiers.probe import BadObjectError, probe
+from cacheflow.tiers.recovery import Recovery
+from cacheflow.types import Read, TransferResult, TransferStatus
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+
+    from cacheflow.clock import Clock
+    from cacheflow.tiers.health import Health, HealthLimits
+    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Observer, Write
+
+__all__ = ["Guarded"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_NAMES_SECONDS: Final = 2.0
+_NAME_SECONDS: Final = 0.01
+"""Operations on names: seconds, and seconds a name."""
+_CLOSE_SECONDS: Final = 5.0
+_KNOWN: Final = 4
+_OVERDUE: Final = 0.25
+"""Share of its deadline after which an operation that was given up counts against the tier."""
+_AILMENTS: Final = {
+    TransferStatus.SHORT: Ailment.SHORT,
+    TransferStatus.FAILED: Ailment.FAILED,
+    TransferStatus.LATE: Ailment.LATE,
+}
+"""What is wrong with a tier; a missing object or a full disk is not."""
+
+
+class Guarded(StorageBackend):
+    """``inner``, called ``channel`` in events. Closing it closes ``inner``.
+
+    ``deadline``: seconds that no operation may exceed. Reads and writes are judged apart: a store
+    that can only be read is still read.
+    """
+
+    name: ClassVar[str] = "guarded"
+
+    def __init__(
+        self,
+        inner: StorageBackend,
+        channel: str,
+        *,
+        deadline: float = 30.0,
+        limits: HealthLimits | None = None,
+        clock: Clock | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.inner = inner
+        self.capabilities = inner.capabilities
+        self.refused: Counter[str] = Counter()
+        """Keys, reads and writes that a sick tier was not asked for, by operation."""
+        self._channel = channel
+        self._deadline = deadline
+        self._clock = clock or SystemClock()
+        self._recovery = Recovery(
+            channel, self._probe, self._clock, limits, observer, longest_probe=deadline
+        )
+        self._reads = Patience(deadline)
+        self._writes = Patience(deadline)
+        self._doubts = Doubts()
+        self._known: deque[ObjectKey] = deque(maxlen=_KNOWN)
+        """Objects that a probe may ask for, those that could be read last at the end."""
+        self._closed = False
+
+    @classmethod
+    async def open(cls, options: Mapping[str, object]) -> Self:
+        """There is nothing to open by name: wrap a backend."""
+        raise ConfigError("a guarded backend is made by Guarded(inner, channel)")
+
+    @property
+    def reading(self) -> Health:
+        """Of lookups and loads; where it is not well, nothing at all is asked of the tier."""
+        return self._recovery.reading
+
+    @property
+    def writing(self) -> Health:
+        """Of stores."""
+        return self._recovery.writing
+
+    # -- reading -------------------------------------------------------------------------------
+
+    async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
+        """Empty at once while the tier is set aside; without what could not be read lately."""
+        self._check()
+        if not self.reading.well:
+            self.refused["lookup"] += len(keys)
+            return [() for _ in keys]
+        found = await self._names("lookup", len(keys), self.inner.lookup(keys))
+        if not self._doubts:
+            return found
+        now, about = self._clock.now(), self._doubts.about
+        return [[info for info in infos if not about(info.key, now)] for infos in found]
+
+    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+        """Reads that are not there by their deadline are LATE, those of a sick tier REFUSED."""
+        self._check()
+        if not self.reading.well:
+            self.refused["load"] += len(reads)
+            for read in reads:
+                yield self._refusal(read, "load")
+            return
+        start = self._clock.now()
+        number, seconds = self._reads.begin(sum(read.buffer.nbytes for read in reads), start)
+        cutoff = Cutoff(seconds)
+        ended: list[int] = []
+        wrong: Ailment | None = None
+        try:
+            async with aclosing(self.inner.load(reads)) as results:  # type: ignore[type-var]
+                while len(ended) < len(reads):
+                    with cutoff:
+                        result = await anext(results, None)
+                    if result is None:
+                        wrong = Ailment.FAILED  # the rest never comes
+                        break
+                    ended.append(id(result.request))
+                    if result.status is not TransferStatus.OK:
+                        wrong = self._judge(result) or wrong
+                    yield result
+        except TimeoutError:
+            wrong = Ailment.LATE
+            for read in _without(reads, ended):
+                yield self._lateness(read, seconds, "load")
+        except (asyncio.CancelledError, GeneratorExit):
+            if len(ended) < len(reads) and self._clock.now() - start > _OVERDUE * seconds:
+                wrong = Ailment.OVERTAKEN
+            raise
+        except ClosedError:
+            raise
+        except Exception:  # whatever a third party's backend raises is for its caller to see
+            wrong = Ailment.RAISED
+            raise
+        finally:
+            cutoff.close()
+            self._loaded(number, reads, wrong, whole=len(ended) == len(reads))
+
+    def _loaded(
+        self, number: int, reads: Sequence[Read], wrong: Ailment | None, *, whole: bool
+    ) -> None:
+        """A load has ended, one way or another."""
+        well = whole and wrong is None
+        self._reads.end(number, self._clock.now(), delivered=well)
+        if wrong is not None:
+            self._recovery.reading_failed(wrong)
+        elif well:
+            self.reading.succeeded()
+        if reads and (well or len(self._known) < _KNOWN):
+            (self._known.append if well else self._known.appendleft)(reads[-1].key)
+
+    def distrust(self, keys: Sequence[ObjectKey]) -> None:
+        """These are misses until they are stored anew, or for a while."""
+        now = self._clock.now()
+        for key in keys:
+            self._doubts.add(key, now)
+        self._recovery.reading_failed(Ailment.CORRUPT)
+        self.inner.distrust(keys)
+
+    def _judge(self, result: TransferResult) -> Ailment | None:
+        """What a failed read says of the tier; an object that cannot be had is a miss from now."""
+        if result.status is not TransferStatus.LATE:
+            self._doubts.add(_key(result.request), self._clock.now())
+        return _AILMENTS.get(result.status)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
+        """Writes that have not ended by their deadline are LATE, those of a sick tier REFUSED."""
+        self._check()
+        if not self._recovery.may_write():
+            self.refused["store"] += len(writes)
+            return [self._refusal(write, "store") for write in writes]
+        is_probe, ended = not self.writing.well, False
+        try:
+            results, wrong = await self._store(writes)
+            ended = True
+        except (asyncio.CancelledError, ClosedError):
+            raise
+        except Exception:  # whatever a third party's backend raises is for its caller to see
+            wrong, ended = Ailment.RAISED, True
+            raise
+        finally:
+            if ended:
+                (self._recovery.write_probed if is_probe else self._recovery.written)(wrong)
+            elif is_probe:
+                self.writing.probe_abandoned()
+        return results
+
+    async def _store(self, writes: Sequence[Write]) -> tuple[list[TransferResult], Ailment | None]:
+        nbytes = sum(write.nbytes for write in writes)
+        number, seconds = self._writes.begin(nbytes, self._clock.now())
+        wrong: Ailment | None = Ailment.RAISED
+        try:
+            async with asyncio.timeout(seconds):
+                results = await self.inner.store(writes)
+            wrong = self._judge_writes(writes, results)
+        except TimeoutError:
+            wrong = Ailment.LATE
+            results = [self._lateness(write, seconds, "store") for write in writes]
+        finally:
+            self._writes.end(number, self._clock.now(), delivered=wrong is None)
+        return results, wrong
+
+    def _judge_writes(
+        self, writes: Sequence[Write], results: Sequence[TransferResult]
+    ) -> Ailment | None:
+        wrong = None if len(results) == len(writes) else Ailment.FAILED
+        for result in results:
+            if result.status is TransferStatus.OK:
+                self._doubts.dispel(_key(result.request))
+            wrong = _AILMENTS.get(result.status, wrong)
+        return wrong
+
+    # -- names ---------------------------------------------------------------------------------
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        self._check()
+        self._check_well("delete")
+        deleted = await self._names("delete", len(keys), self.inner.delete(keys))
+        for key in keys:
+            self._doubts.dispel(key)
+        return deleted
+
+    async def scan(self) -> AsyncIterator[ChunkInfo]:
+        self._check()
+        self._check_well("scan")
+        async with aclosing(self.inner.scan()) as infos:  # type: ignore[type-var]
+            while (info := await self._names("scan", 1, anext(infos, None))) is not None:
+                yield info
+
+    async def used_bytes(self) -> int:
+        self._check()
+        self._check_well("used_bytes")
+        return await self._names("used_bytes", 1, self.inner.used_bytes())
+
+    async def aclose(self) -> None:
+        """Bounded, whatever ``inner`` does."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._recovery.aclose()
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self.inner.aclose()
+        except TimeoutError:
+            _log.error("tier %s: not closed after %g s", self._channel, _CLOSE_SECONDS)
+
+    async def _names(self, operation: str, count: int, asking: Awaitable[T]) -> T:
+        """Await an operation on ``count`` names, with its deadline."""
+        seconds = min(_NAMES_SECONDS + count * _NAME_SECONDS, self._deadline)
+        try:
+            async with asyncio.timeout(seconds):
+                return await asking
+        except TimeoutError:
+            self._recovery.reading_failed(Ailment.LATE)
+            raise self._error(operation, f"not there after {seconds:g} s") from None
+        except ClosedError:
+            raise
+        except Exception:  # whatever a third party's backend raises is for its caller to see
+            self._recovery.reading_failed(Ailment.RAISED)
+            raise
+
+    async def _probe(self) -> None:
+        key = self._known[-1] if self._known else None
+        try:
+            await probe(self.inner, key)
+        except BadObjectError:
+            self._known.pop()  # it may be the object's own fault: the next probe takes another
+            raise
+
+    # -- errors --------------------------------------------------------------------------------
+
+    def _refusal(self, request: Read | Write, operation: str) -> TransferResult:
+        error = self._error(operation, "set aside as sick")
+        return TransferResult(request, TransferStatus.REFUSED, 0, 0.0, error)
+
+    def _lateness(self, request: Read | Write, seconds: float, operation: str) -> TransferResult:
+        error = self._error(operation, f"not there after {seconds:.3g} s")
+        return TransferResult(request, TransferStatus.LATE, 0, seconds, error)
+
+    def _error(self, operation: str, reason: str) -> BackendError:
+        return BackendError(reason, operation=operation, context=self._channel, is_temporary=True)
+
+    def _check_well(self, operation: str) -> None:
+        if not self.reading.well:
+            self.refused[operation] += 1
+            raise self._error(operation, "set aside as sick")
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"tier {self._channel} is closed")
+
+
+def _without(reads: Sequence[Read], ended: Sequence[int]) -> list[Read]:
+    """Those of which no result has come (a read may be given several times)."""
+    left = Counter(map(id, reads))
+    left.subtract(ended)
+    return [read for read in reads if left[id(read)] > 0]
+
+
+def _key(request: Read | Write) -> ObjectKey:
+    return request.key if isinstance(request, Read) else request.info.key
