@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Test processes: one a core, four at most (each loads torch and a model).
+WORKERS ?= auto
 
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
@@ -26,7 +28,8 @@ demo: $(VENV)/.demo ## A conversation forgets its KV cache and gets it back, thr
 	$(BIN)/cacheflow demo $(ARGS)
 
 test: $(VENV)/.dev ## All tests, with branch coverage (ARGS="-k name" to choose)
-	$(RUN) -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal \
+	    --cov --cov-report=term:skip-covered $(ARGS)
 
 test-full: export CACHEFLOW_FULL := 1
 test-full: test ## All tests, with many more random examples

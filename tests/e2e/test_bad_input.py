@@ -267,7 +267,7 @@ async def test_staging_too_small_for_the_model_is_refused(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Before any request: the message names the setting and how much is needed."""
-    engine = await TransformersEngine.open_model(model_folder, kv_bytes=1 << 28)
+    engine = await TransformersEngine.open_model(model_folder, dtype="float32", kv_bytes=1 << 28)
     tiers = [
         {"name": name, "backend": "nvme", "options": {"path": str(tmp_path / name)}}
         for name in ("one", "two")

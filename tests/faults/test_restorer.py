@@ -330,7 +330,7 @@ async def test_a_hung_tier_does_not_starve_a_good_one() -> None:
         pool.set_cap(name, 1 << 17)
     scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
     channels = {"hung": hung, "good": good}
-    async with Restorer(engine, scheduler, channels, pool, load_deadline=0.05) as restorer:
+    async with Restorer(engine, scheduler, channels, pool, load_deadline=0.25) as restorer:
         for number in range(16):
             await engine.open("r", TOKENS)
             keys = chunk_keys(ROOT, TOKENS, engine.layout.chunk_tokens)
