@@ -35,6 +35,8 @@ from cacheflow.restore import Restoration, Restorer, RestoreRequest
 from cacheflow.restore.saver import STAGING_OWNER, Saver
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.settings import Settings
+from cacheflow.tiers import Guarded
+from cacheflow.tiers.tier import Tier
 from cacheflow.types import Span
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from cacheflow.clock import Clock
     from cacheflow.restore.saver import Saved
     from cacheflow.settings import TierSettings
-    from cacheflow.types import ChunkKey, Observer
+    from cacheflow.types import ChunkKey, Event, Observer
 
 __all__ = ["TOKENS_IN_ONE_GO", "CacheFlow", "Generation", "Session"]
 
@@ -118,7 +120,7 @@ class CacheFlow:
         async with AsyncExitStack() as stack:
             tiers = settings.tiers if backends is None else ()
             if backends is None:
-                backends = await _open_tiers(settings, stack)
+                backends = await _open_tiers(settings, stack, clock, observer or _ignore)
             pool = _staging(settings.staging_bytes, backends, engine)
             stack.push_async_callback(pool.aclose)
             costs = compute or ComputeModel(*engine.layer_flops)
@@ -380,14 +382,25 @@ async def _keep(kept: KeptCosts) -> None:
             await asyncio.to_thread(save)
 
 
-async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[str, StorageBackend]:
+async def _open_tiers(
+    settings: Settings, stack: AsyncExitStack, clock: Clock, observer: Observer
+) -> dict[str, StorageBackend]:
+    """Each backend of the settings, guarded, with its index, capacity and eviction in front."""
     backends: dict[str, StorageBackend] = {}
     for tier in settings.tiers:
         if tier.name in backends:
             raise ConfigError(f"setting tiers: two tiers are called {tier.name!r}")
         # Finding and importing a backend reads the disk.
         kind = await asyncio.to_thread(load_backend, tier.backend)
-        backend = await kind.open(tier.options)
+        opened = await kind.open(tier.options)
+        guarded = Guarded(
+            opened, tier.name, deadline=settings.load_deadline, clock=clock, observer=observer
+        )
+        backend = await Tier.over(guarded, tier, clock=clock, observer=observer)
         stack.push_async_callback(backend.aclose)
         backends[tier.name] = backend
     return backends
+
+
+def _ignore(event: Event) -> None:
+    """An observer where there is none."""

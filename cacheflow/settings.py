@@ -41,6 +41,24 @@ class TierSettings(BaseModel):
     """What metrics and messages call it; unique."""
     backend: str = Field(min_length=1)
     options: dict[str, Any] = Field(default_factory=dict)
+    capacity_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
+    """Most bytes of objects; more evict others. None: as many as the backend takes, which has a cap
+    of its own (docs/tiers.md says which)."""
+    eviction: Literal["lru", "s3fifo", "cost-aware"] = "lru"
+    """What leaves first."""
+    ttl: float | None = Field(default=None, gt=0)
+    """Seconds after which a stored object is gone, used or not. None: it may stay for ever."""
+    tenant_quota_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
+    """Most bytes of any one tenant (salt); one that needs more evicts its own first."""
+    pin_bytes: ByteSize = Field(default=ByteSize(0), ge=0)
+    """What each tenant may have pinned at once. 0: pins are refused."""
+    lease_seconds: float = Field(default=10.0, gt=0, le=3600)
+    """How long what a lookup found is safe from eviction; while it is being read it always is."""
+    load_operations: int = Field(default=256, ge=1)
+    load_bytes: ByteSize = Field(default=ByteSize(256 << 20), ge=1 << 20)
+    """Reads handed to the backend at once; others wait in the order of arrival."""
+    store_operations: int = Field(default=64, ge=1)
+    store_bytes: ByteSize = Field(default=ByteSize(256 << 20), ge=1 << 20)
 
 
 class Settings(BaseSettings):

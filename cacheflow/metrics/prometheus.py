@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cacheflow.types import (
     CostChecked,
+    Evicted,
     LayersComputed,
     LoadEnded,
     LoadOutcome,
     LookedUp,
     RestoreEnded,
+    StoreDropped,
     StoreEnded,
+    TierUsage,
 )
 
 if TYPE_CHECKING:
@@ -85,6 +88,26 @@ class PrometheusObserver:
             ("tier", "reason"),
             registry=registry,
         )
+        self._evictions = Counter(
+            "cacheflow_evictions",
+            "Objects that left a tier, by reason.",
+            ("tier", "reason"),
+            registry=registry,
+        )
+        self._used = Gauge(
+            "cacheflow_tier_used_bytes",
+            "Bytes of the objects that a tier holds.",
+            ("tier",),
+            registry=registry,
+        )
+        self._capacity = Gauge(
+            "cacheflow_tier_capacity_bytes",
+            "Most bytes that a tier may hold; 0 where only its backend has a cap.",
+            ("tier",),
+            registry=registry,
+        )
+        self._managed: set[str] = set()
+        """Tiers that say themselves what they do not take."""
         self._cost_error = Histogram(
             "cacheflow_cost_error",
             "How far outcomes were from predictions, as a share of these: a median a restore.",
@@ -112,8 +135,16 @@ class PrometheusObserver:
                 self._moved(event.channel, "store", event.start, event.stop)
                 if event.outcome == "ok":
                     self._bytes.labels(event.channel, "store").inc(event.nbytes)
-                else:
+                elif event.outcome != "full" or event.channel not in self._managed:
                     self._dropped.labels(event.channel, event.outcome).inc(event.chunks)
+            case StoreDropped():
+                self._dropped.labels(event.channel, event.reason).inc(event.objects)
+            case Evicted():
+                self._evictions.labels(event.channel, event.reason).inc(event.objects)
+            case TierUsage():
+                self._managed.add(event.channel)
+                self._used.labels(event.channel).set(event.used_bytes)
+                self._capacity.labels(event.channel).set(event.capacity_bytes)
             case RestoreEnded():
                 seconds = event.restored - event.arrival
                 self._restore.labels(event.policy, event.outcome).observe(seconds)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CostChecked",
     "Event",
+    "Evicted",
     "LayersComputed",
     "LoadEnded",
     "LoadOutcome",
@@ -24,9 +25,11 @@ __all__ = [
     "Observer",
     "Published",
     "RestoreEnded",
+    "StoreDropped",
     "StoreEnded",
     "TierDown",
     "TierUp",
+    "TierUsage",
 ]
 
 
@@ -162,6 +165,19 @@ class TierDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Evicted:
+    """Objects left a tier. ``reason`` is what made them: ``capacity``, ``quota``, ``full`` (the
+    backend had no room), ``ttl``, ``pin`` (one was broken), ``corrupt``, ``deleted`` (through the
+    tier) or ``vanished`` (nobody knows by whom)."""
+
+    channel: str
+    reason: str
+    objects: int
+    nbytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class TierUp:
     """A tier that was set aside is used again."""
 
@@ -169,6 +185,30 @@ class TierUp:
     direction: str
     seconds: float
     """For how long it had been set aside."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDropped:
+    """A tier did not take objects, for want of room: ``capacity`` or ``quota`` (larger than all of
+    it), ``leased`` (what is there is in use), ``opening`` (what is there is not known yet) or
+    ``full`` (the backend refused)."""
+
+    channel: str
+    reason: str
+    objects: int
+    nbytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """What a tier holds, after a change. ``capacity_bytes`` is 0 where only the backend has one."""
+
+    channel: str
+    objects: int
+    used_bytes: int
+    capacity_bytes: int
     at: float
 
 
@@ -182,6 +222,9 @@ Event: TypeAlias = (
     | CostChecked
     | TierDown
     | TierUp
+    | Evicted
+    | StoreDropped
+    | TierUsage
 )
 Observer: TypeAlias = "Callable[[Event], None]"
 """Must not raise; what it raises is logged and dropped."""

@@ -1,0 +1,192 @@
+"""The eviction policies: what leaves, in which order, and how long that takes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheflow.tiers.eviction import CostAware, EvictionName, Lru, S3Fifo, load_eviction
+
+if TYPE_CHECKING:
+    from cacheflow.tiers.eviction.protocol import EvictionPolicy
+
+NAMES = get_args(EvictionName)
+_steps = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "touch", "remove", "victims"]),
+        st.integers(0, 11),
+        st.integers(1, 40),
+    ),
+    max_size=80,
+)
+
+
+def nobody(key: int) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(steps=_steps, spared=st.frozensets(st.integers(0, 11)))
+def test_nothing_is_lost_or_made_up(
+    name: EvictionName, steps: list[tuple[str, int, int]], spared: frozenset[int]
+) -> None:
+    """Whatever happens, a key that came in is there until it is removed or a victim, spared keys
+    are never victims, and victims are enough or all that may leave."""
+    policy = load_eviction(name, int)
+    there: dict[int, int] = {}
+    for step, key, number in steps:
+        if step == "insert" and key not in there:
+            policy.insert(key, number, worth=1.0 + key, uses=1.0 + number % 2)
+            there[key] = number
+        elif step == "touch":
+            policy.touch(key, weight=number / 40, worth=float(number))
+        elif step == "remove":
+            policy.remove(key)
+            there.pop(key, None)
+        elif step == "victims":
+            victims = policy.victims(number, spared.__contains__)
+            assert len(set(victims)) == len(victims)
+            assert set(victims) <= there.keys() - spared
+            sizes = [there.pop(key) for key in victims]
+            assert sum(sizes) >= number or not there.keys() - spared
+            assert not sizes or sum(sizes[:-1]) < number, "one more than needed"
+        assert len(policy) == len(there)
+    assert set(policy.victims(1 << 30, nobody)) == there.keys()
+    assert len(policy) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_time_an_operation_does_not_grow_with_the_store(name: EvictionName) -> None:
+    """At 200,000 entries an insert, a touch and an eviction take about as long as at 2,000."""
+
+    def seconds(entries: int) -> float:
+        policy = load_eviction(name, int)
+        for key in range(entries):
+            policy.insert(key, 10, worth=1.0 + key % 97)
+        start = time.perf_counter()
+        for step in range(4000):
+            policy.touch(step * 7919 % entries)
+            policy.insert(entries + step, 10, worth=1.0 + step % 97)
+            assert len(policy.victims(10, nobody)) == 1
+        return time.perf_counter() - start
+
+    small = min(seconds(2000) for _ in range(3))
+    assert seconds(200_000) < 10 * small + 0.1
+
+
+def fill(policy: EvictionPolicy[int], *keys: int) -> None:
+    for key in keys:
+        policy.insert(key, 1)
+
+
+def test_lru_takes_what_was_not_used_for_longest() -> None:
+    """In the order of the last use, whatever came in between; a use of no weight is none."""
+    policy = Lru[int]()
+    fill(policy, 1, 2, 3, 4)
+    policy.touch(1)
+    policy.touch(3, weight=0.0)
+    assert policy.victims(2, nobody) == [2, 3]
+    assert policy.victims(1, lambda key: key == 4) == [1]
+    assert policy.victims(9, nobody) == [4]
+
+
+def test_s3fifo_lets_a_scan_pass_through() -> None:
+    """Keys used again survive any number of keys that come once (LRU would lose them all)."""
+    policy = S3Fifo[int]()
+    hot = range(40)
+    fill(policy, *hot)
+    for key in (*hot, *hot):
+        policy.touch(key)
+    lost = []
+    for key in range(1000, 1400):
+        fill(policy, key)
+        if len(policy) > 100:
+            lost += policy.victims(1, nobody)
+    assert not set(lost) & set(hot)
+
+
+def test_s3fifo_remembers_who_left_too_early() -> None:
+    """What comes back soon after it left the small queue is not put there again."""
+    policy = S3Fifo[int]()
+    fill(policy, *range(20))
+    assert policy.victims(1, nobody) == [0]
+    fill(policy, 0)
+    assert 0 not in policy.victims(18, nobody)
+
+
+def test_cost_aware_takes_the_cheapest_first() -> None:
+    """Of equally used keys those leave whose bytes save least."""
+    policy = CostAware[int]()
+    for key, worth in enumerate((3.0, 1.0, 4.0, 1.5)):
+        policy.insert(key, 1, worth=worth)
+    assert policy.victims(4, nobody) == [1, 3, 0, 2]
+
+
+def test_cost_aware_weighs_uses_against_worth() -> None:
+    """Three uses of a cheap key outweigh one of a key that is twice as dear; uses that would have
+    saved nothing do not count."""
+    policy = CostAware[int]()
+    policy.insert(1, 1, worth=1.0)
+    policy.insert(2, 1, worth=2.0)
+    policy.insert(3, 1, worth=1.0)
+    policy.touch(1)
+    policy.touch(1)
+    policy.touch(3, weight=0.0)
+    assert policy.victims(3, nobody) == [3, 2, 1]
+
+
+def test_cost_aware_forgets() -> None:
+    """What was used often, long ago, leaves before what is used now and then: evidence fades as
+    the contents are replaced."""
+    policy = CostAware[int]()
+    policy.insert(0, 1)
+    for _ in range(20):
+        policy.touch(0)
+    for key in range(1, 2000):
+        policy.insert(key, 1)
+        if len(policy) > 100:
+            policy.victims(1, lambda other: other == 0)
+    assert policy.victims(1, nobody) == [0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 8), st.floats(0.1, 10.0), st.booleans()),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_cost_aware_orders_as_its_formula_does(
+    steps: list[tuple[int, int, float, bool]],
+) -> None:
+    """The heap gives the order of (worth) x (uses, each halved a turnover), worked out anew."""
+    policy = CostAware[int]()
+    there: dict[int, tuple[int, float, list[tuple[float, float]]]] = {}
+    age = 0.0
+
+    def score(key: int) -> float:
+        _, worth, uses = there[key]
+        return worth * sum(weight * float(0.5 ** (age - then)) for weight, then in uses)
+
+    def evict(nbytes: int) -> float:
+        held = sum(size for size, _, _ in there.values())
+        left = policy.victims(nbytes, nobody)
+        for key in left:
+            assert score(key) <= min(map(score, there)) * (1 + 1e-9)
+            nbytes -= there.pop(key)[0]
+        return (held - sum(size for size, _, _ in there.values())) / held if held else 0.0
+
+    for key, nbytes, worth, is_eviction in steps:
+        if is_eviction:
+            age += evict(nbytes)
+        elif key in there:
+            policy.touch(key, weight=0.5, worth=worth)
+            there[key] = (there[key][0], worth, [*there[key][2], (0.5, age)])
+        else:
+            policy.insert(key, nbytes, worth=worth)
+            there[key] = (nbytes, worth, [(1.0, age)])
+    evict(1 << 30)
