@@ -18,6 +18,7 @@ ENGINE_GROUP: Final = "cacheflow.engines"
 
 _INSTALL: Final[Mapping[str, str]] = {
     "nixl": "pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1 numpy",
+    "object-store": "pip install 'cacheflow-kv[object-store]'",
     "transformers": "pip install 'cacheflow-kv[transformers]'",
 }
 """How to get what one of our own names needs."""

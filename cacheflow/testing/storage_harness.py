@@ -37,11 +37,15 @@ PATIENCE: Final = 20.0
 
 
 class Pause:
-    """Holds up I/O: the backend's thread or task sets ``began`` and waits for ``go``."""
+    """Holds up I/O: the backend's thread or task sets ``began`` and waits for ``go``.
 
-    def __init__(self) -> None:
+    ``abortable``: cancelling really ends the I/O, so that nothing may be held after it.
+    """
+
+    def __init__(self, *, abortable: bool = False) -> None:
         self.began = threading.Event()
         self.go = threading.Event()
+        self.abortable = abortable
 
     def wait(self) -> None:
         """Called where the I/O would touch the caller's buffer, on a thread of the backend."""

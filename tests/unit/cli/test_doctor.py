@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,20 @@ def test_backend_that_cannot_be_imported_is_a_note(
     check = doctor(tmp_path)["backend cloud"]
     assert check["verdict"] == "note"
     assert "no_such_package" in check["fix"]
+
+
+def test_object_store_without_its_extra_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without obstore the object store is reported with the line that installs it."""
+    for name in list(sys.modules):
+        if name.startswith("cacheflow.storage_backends.object_store"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
+    check = doctor(tmp_path)["backend object-store"]
+    assert check["verdict"] == "note"
+    assert "pip install 'cacheflow-kv[object-store]'" in check["fix"]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")

@@ -1,0 +1,100 @@
+"""Requests on their way: bounded in number, owned by the backend, ended when it closes.
+
+Whoever waits for a request that closing has ended gets a ClosedError. Cancelling whoever waits
+cancels the request. Belongs to one event loop; does not know what a request is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+from cacheflow.errors import ClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+__all__ = ["Flights"]
+
+T = TypeVar("T")
+Work: TypeAlias = "Callable[[], Awaitable[T]]"
+
+_CLOSE_SECONDS: Final = 1.0
+
+
+class Flights:
+    """At most ``limit`` requests at once; the others wait in order of arrival."""
+
+    def __init__(self, limit: int, what: str) -> None:
+        self._slots = asyncio.Semaphore(limit)
+        self._what = what
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def check_open(self) -> None:
+        """Raises ClosedError once closing has begun."""
+        if self._closed:
+            raise ClosedError(f"{self._what} is closed")
+
+    async def all(self, works: Sequence[Work[T]]) -> list[T]:
+        """The results in order; the first error ends the others and is raised."""
+        tasks = [self._start(work) for work in works]
+        if not tasks:
+            return []
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                self._result(task)
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def each(
+        self, works: Sequence[tuple[Work[T], Callable[[], None]]]
+    ) -> AsyncGenerator[T, None]:
+        """The results as they come. The second part of a work is called when it has ended, one way
+        or the other: done, failed, cancelled, never begun."""
+        arrived: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
+        tasks = []
+        for work, ended in works:
+            task = self._start(work)
+            task.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
+            task.add_done_callback(arrived.put_nowait)
+            tasks.append(task)
+        try:
+            for _ in tasks:
+                yield self._result(await arrived.get())
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel everything; bounded by a second. Idempotent."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+
+    def _result(self, task: asyncio.Task[T]) -> T:
+        if task.cancelled():  # by closing: nobody else cancels what is still waited for
+            self.check_open()
+        return task.result()
+
+    def _start(self, work: Work[T]) -> asyncio.Task[T]:
+        self.check_open()
+        task = asyncio.create_task(self._within(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def _within(self, work: Work[T]) -> T:
+        async with self._slots:
+            return await work()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen by whoever waits; of no interest to one who left
