@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,6 +36,8 @@ class S3Server:
     """Where it listens and who may use it."""
 
     endpoint: str
+    filer: str
+    """Address of SeaweedFS's own interface to the same data: a way behind S3's back."""
     bucket: str = BUCKET
 
     @property
@@ -55,6 +59,17 @@ class S3Server:
     def options(self, prefix: str) -> dict[str, object]:
         """Options of the ``object-store`` backend for a store of its own under ``prefix``."""
         return {"url": f"s3://{self.bucket}/{prefix}", "endpoint": self.endpoint}
+
+    def unfinished_uploads(self) -> int:
+        """Multipart uploads that are neither complete nor given up. Blocking."""
+        url = f"{self.filer}/buckets/{self.bucket}/.uploads/"
+        try:
+            with urlopen(Request(url, headers={"Accept": "application/json"})) as answer:
+                return len(json.load(answer)["Entries"] or ())
+        except HTTPError as error:
+            if error.code == 404:  # there was never one
+                return 0
+            raise
 
 
 def find_program() -> str | None:
@@ -83,7 +98,8 @@ def running_s3(folder: Path) -> Iterator[S3Server]:
             stderr=subprocess.STDOUT,
         )
     try:
-        server = S3Server(f"http://127.0.0.1:{ports[2 * _PORTS.index('s3')]}")
+        s3, filer = (ports[2 * _PORTS.index(name)] for name in ("s3", "filer"))
+        server = S3Server(f"http://127.0.0.1:{s3}", f"http://127.0.0.1:{filer}")
         _wait_until_it_stores(server, process, log)
         yield server
     finally:

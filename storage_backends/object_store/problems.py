@@ -25,7 +25,8 @@ STORE_ERRORS: Final = (BaseError, OSError, ValueError, NotImplementedError)
 _STATUS: Final = re.compile(r"\bstatus(?: code)?: ([45]\d\d)\b")
 _CODE: Final = re.compile(r"<Code>([A-Za-z]{3,64})</Code>")
 _NETWORK: Final = re.compile(r"\bHttpError \{\s*kind: ([A-Za-z]+)")
-_PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_INSUFFICIENT_STORAGE: Final = 507
+_PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504, _INSUFFICIENT_STORAGE})
 _KINDS: Final[Mapping[str, str]] = {
     "Timeout": "no answer in time",
     "Connect": "the server cannot be reached",
@@ -36,7 +37,6 @@ _KINDS: Final[Mapping[str, str]] = {
 """The HTTP client's kinds of failure that may pass, and what to say."""
 _REFUSED: Final = frozenset({401, 403})
 _NO_ROOM: Final = re.compile(r"\b(?:StorageFull|QuotaExceeded|No space left on device)\b")
-_INSUFFICIENT_STORAGE: Final = 507
 
 
 def problem(error: Exception, operation: str, context: str) -> BackendError:
