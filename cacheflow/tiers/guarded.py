@@ -113,6 +113,9 @@ class Guarded(StorageBackend):
             self.refused["lookup"] += len(keys)
             return [() for _ in keys]
         found = await self._names("lookup", len(keys), self.inner.lookup(keys))
+        if len(found) != len(keys):
+            self._recovery.reading_failed(Ailment.FAILED)
+            raise self._error("lookup", f"{len(found)} answers to {len(keys)} keys")
         if not self._doubts:
             return found
         now, about = self._clock.now(), self._doubts.about
@@ -131,6 +134,7 @@ class Guarded(StorageBackend):
         cutoff = Cutoff(seconds)
         ended: list[int] = []
         wrong: Ailment | None = None
+        well = True
         try:
             async with aclosing(self.inner.load(reads)) as results:  # type: ignore[type-var]
                 while len(ended) < len(reads):
@@ -141,7 +145,8 @@ class Guarded(StorageBackend):
                         break
                     ended.append(id(result.request))
                     if result.status is not TransferStatus.OK:
-                        wrong = self._judge(result) or wrong
+                        well = False
+                        self._judge(result)
                     yield result
         except TimeoutError:
             wrong = Ailment.LATE
@@ -158,34 +163,43 @@ class Guarded(StorageBackend):
             raise
         finally:
             cutoff.close()
-            self._loaded(number, reads, wrong, whole=len(ended) == len(reads))
+            well = well and len(ended) == len(reads)
+            self._loaded(number, reads, wrong, well=well)
 
     def _loaded(
-        self, number: int, reads: Sequence[Read], wrong: Ailment | None, *, whole: bool
+        self, number: int, reads: Sequence[Read], wrong: Ailment | None, *, well: bool
     ) -> None:
         """A load has ended, one way or another."""
-        well = whole and wrong is None
         self._reads.end(number, self._clock.now(), delivered=well)
         if wrong is not None:
             self._recovery.reading_failed(wrong)
         elif well:
             self.reading.succeeded()
-        if reads and (well or len(self._known) < _KNOWN):
-            (self._known.append if well else self._known.appendleft)(reads[-1].key)
+        if well and reads:
+            self._known.append(reads[-1].key)
+        for read in () if well else reads[: _KNOWN - len(self._known)]:
+            self._known.appendleft(read.key)
 
     def distrust(self, keys: Sequence[ObjectKey]) -> None:
         """These are misses until they are stored anew, or for a while."""
-        now = self._clock.now()
         for key in keys:
-            self._doubts.add(key, now)
-        self._recovery.reading_failed(Ailment.CORRUPT)
+            self._doubt(key, Ailment.CORRUPT)
         self.inner.distrust(keys)
 
-    def _judge(self, result: TransferResult) -> Ailment | None:
+    def _judge(self, result: TransferResult) -> None:
         """What a failed read says of the tier; an object that cannot be had is a miss from now."""
-        if result.status is not TransferStatus.LATE:
-            self._doubts.add(_key(result.request), self._clock.now())
-        return _AILMENTS.get(result.status)
+        if result.status is TransferStatus.LATE:
+            self._recovery.reading_failed(Ailment.LATE)
+        else:
+            self._doubt(_key(result.request), _AILMENTS.get(result.status))
+
+    def _doubt(self, key: ObjectKey, ailment: Ailment | None) -> None:
+        """Counted once an object: a bad one that is read layer by layer is no sick tier."""
+        now = self._clock.now()
+        is_new = not self._doubts.about(key, now)
+        self._doubts.add(key, now)
+        if is_new and ailment is not None:
+            self._recovery.reading_failed(ailment)
 
     # -- writing -------------------------------------------------------------------------------
 

@@ -63,9 +63,14 @@ class Rig:
     async def set_aside(self, *faults: Fault) -> None:
         """Make it fall sick of ``faults``."""
         self.faulty.inject(*faults)
-        while self.tier.reading.well:
-            await asyncio.gather(self.load(), return_exceptions=True)
+        await self.load_until_sick()
         await self.until(TierDown)
+
+    async def load_until_sick(self) -> None:
+        """At most three times."""
+        for _ in range(3):
+            if self.tier.reading.well:
+                await asyncio.gather(self.load(), return_exceptions=True)
 
 
 def reads_of(objects: Sequence[StoredObject], hold: InFlight | None = None) -> list[Read]:
