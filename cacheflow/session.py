@@ -36,7 +36,10 @@ from cacheflow.restore.saver import STAGING_OWNER, Saver
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.settings import Settings
 from cacheflow.tiers import Guarded
+from cacheflow.tiers.planned import PlannedWrites
+from cacheflow.tiers.staged import STAGED_CHANNEL, StagedCopies
 from cacheflow.tiers.tier import Tier
+from cacheflow.tiers.write_policies import WriteAll
 from cacheflow.types import Span
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from cacheflow.clock import Clock
     from cacheflow.restore.saver import Saved
     from cacheflow.settings import TierSettings
+    from cacheflow.tiers.write_policies import WritePolicy
     from cacheflow.types import ChunkKey, Event, Observer
 
 __all__ = ["TOKENS_IN_ONE_GO", "CacheFlow", "Generation", "Session"]
@@ -56,6 +60,8 @@ _KEEP_SECONDS: Final = 60.0
 """Between two saves of what was learned about costs."""
 _CLOSE_SECONDS: Final = 2.0
 """Closing waits this long for the last one."""
+_FORGET_SECONDS: Final = 1.0
+"""Forgetting waits this long for room to copy what is still to be stored."""
 
 
 @dataclass(slots=True)
@@ -68,6 +74,8 @@ class Generation:
     cached_tokens: int = 0
     """Prompt tokens whose KV was resident or stored somewhere."""
     saved: dict[str, Saved] | None = None
+    """By tier; counted on behind the request until nothing is ``pending``: see
+    :meth:`CacheFlow.flush`."""
 
 
 class CacheFlow:
@@ -121,14 +129,21 @@ class CacheFlow:
             tiers = settings.tiers if backends is None else ()
             if backends is None:
                 backends = await _open_tiers(settings, stack, clock, observer or _ignore)
-            pool = _staging(settings.staging_bytes, backends, engine)
+            channels: dict[str, StorageBackend] = dict(backends)
+            staged = StagedCopies(backends)
+            if STAGED_CHANNEL in channels:
+                raise ConfigError(f"setting tiers: the name {STAGED_CHANNEL!r} is taken")
+            if backends:
+                channels[STAGED_CHANNEL] = staged
+            pool = _staging(settings.staging_bytes, channels, engine)
             stack.push_async_callback(pool.aclose)
+            stack.push_async_callback(staged.aclose)
             costs = compute or ComputeModel(*engine.layer_flops)
             scheduler = BatchScheduler(
                 costs,
                 clock,
                 objective=settings.objective,
-                max_load_bytes=settings.staging_bytes // (8 * (len(backends) + 1)),
+                max_load_bytes=settings.staging_bytes // (8 * (len(channels) + 1)),
                 claim_ahead=engine.claim_ahead,
             )
             if compute is None and settings.keep_costs:
@@ -139,20 +154,29 @@ class CacheFlow:
             restorer = Restorer(
                 engine,
                 scheduler,
-                backends,
+                channels,
                 pool,
                 clock=clock,
                 load_deadline=settings.load_deadline,
                 observer=observer,
             )
             await stack.enter_async_context(restorer)
-            stamp = Stamp(model_id(engine.identity), tenant_id(settings.salt_bytes))
             saver = Saver(
-                engine, backends, pool, clock, restorer.emit, settings.load_deadline, stamp
+                engine,
+                backends,
+                pool,
+                clock,
+                restorer.emit,
+                staged,
+                deadline=settings.load_deadline,
+                max_bytes=settings.staging_bytes // (len(channels) + 1),
+                policy=_write_policy(settings, engine, costs, scheduler, backends),
+                stamp=Stamp(model_id(engine.identity), tenant_id(settings.salt_bytes)),
             )
-            stack.callback(saver.close)
+            await stack.enter_async_context(saver)
             flow = cls(settings, engine, backends, restorer, saver, clock)
             stack.push_async_callback(flow.forget)
+            stack.push_async_callback(flow.flush, settings.flush_seconds)
             yield flow
 
     def session(self, session_id: str) -> Session:
@@ -170,10 +194,23 @@ class CacheFlow:
         tokens take some 7 ms."""
         return chunk_keys(self._root, tokens, self.engine.layout.chunk_tokens)
 
+    async def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was generated so far is stored, at most ``timeout`` seconds.
+
+        Returns whether it is (or was dropped, and counted); what is not goes on being stored.
+        Leaving CacheFlow does this for ``flush_seconds`` and drops the rest.
+        """
+        return await self._saver.flush(timeout)
+
     async def forget(self) -> None:
-        """Drop the KV of every session from memory; what is stored stays."""
-        for session in list(self._resident):
-            await session.forget()
+        """Drop the KV of every session from memory, as :meth:`Session.forget` does."""
+        sessions = list(self._resident)
+        try:
+            open_ = [session._request for session in sessions if session._request]
+            await self._saver.release(open_, _FORGET_SECONDS)
+        finally:
+            for session in sessions:
+                await session._close()
 
     async def _keys_in_pieces(
         self, tokens: Sequence[int], known: Sequence[ChunkKey]
@@ -219,8 +256,8 @@ class Session:
         """Greedy tokens after ``prompt`` (the whole history), as they are made.
 
         What is resident is used, what is stored is restored, the rest is computed; afterwards the
-        whole chunks of the history are stored (``save``). Abandoning the iterator keeps the session
-        usable: it forgets its resident KV.
+        whole chunks of the history are stored behind the request (``save``), where they are found
+        at once. Abandoning the iterator keeps the session usable: it forgets its resident KV.
 
         ``policy``: instead of the setting's. ``priority``: higher goes before others, whatever the
         objective. ``deadline``: seconds from now in which the first token is wanted (objective
@@ -261,15 +298,26 @@ class Session:
                     report.saved = await self._save(request_id)
             except BaseException:
                 # Half a turn is in the KV cache: what the engine holds is no longer known.
-                await self.forget()
+                await self._close()
                 raise
 
     async def forget(self) -> None:
-        """Drop the KV from memory; what is stored stays."""
+        """Drop the KV from memory; what is stored, or waits to be, stays.
+
+        What is to be stored and finds no room to wait within a second is dropped, and counted:
+        ``flush`` before, if all of it matters.
+        """
+        await self._close(_FORGET_SECONDS)
+
+    async def _close(self, patience: float = 0.0) -> None:
         request_id, self._request = self._request, None
         self._tokens, self._keys = [], ()
         self._flow._resident.discard(self)
-        if request_id is not None:
+        if request_id is None:
+            return
+        try:
+            await self._flow._saver.release([request_id], patience)
+        finally:
             await self._flow.engine.close(request_id)
 
     def _check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
@@ -290,7 +338,7 @@ class Session:
             held = len(self._tokens)
             await self._flow.engine.extend(self._request, prompt[held:])
             return self._request, held
-        await self.forget()
+        await self._close()
         self._request = f"{self.id}/{next(self._flow._turns)}"
         self._flow._resident.add(self)
         await self._flow.engine.open(self._request, prompt)
@@ -317,7 +365,20 @@ class Session:
         keys = await self._flow._keys_in_pieces(tokens, self._keys)
         if self._tokens is tokens:  # not forgotten meanwhile
             self._keys = keys
-        return await self._flow._saver.save(request_id, keys)
+        return self._flow._saver.save(request_id, keys)
+
+
+def _write_policy(
+    settings: Settings,
+    engine: Engine,
+    costs: ComputeModel,
+    scheduler: BatchScheduler,
+    tiers: Collection[str],
+) -> WritePolicy:
+    if settings.write_policy == "all":
+        return WriteAll()
+    channels = [scheduler.channel(name) for name in tiers]
+    return PlannedWrites(costs, channels, engine.layout, engine.grid)
 
 
 def _staging(nbytes: int, channels: Collection[str], engine: Engine) -> StagingPool:

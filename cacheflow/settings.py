@@ -89,6 +89,11 @@ class Settings(BaseSettings):
     """Cap of the host memory that loads land in before they are verified."""
     load_deadline: float = Field(default=30.0, gt=0, le=3600)
     """Seconds after which any one load is given up and recomputed: an absolute upper bound."""
+    flush_seconds: float = Field(default=10.0, ge=0, le=3600)
+    """Closing waits at most this long for what is still to be stored; the rest is dropped."""
+    write_policy: Literal["all", "planned"] = "all"
+    """Which chunks of a finished request are stored: ``planned`` leaves out the head that any
+    restore would recompute anyway."""
     policy: Literal[
         "adaptive", "staircase", "two-pointer", "cake", "cake-sjf", "load", "recompute"
     ] = "adaptive"

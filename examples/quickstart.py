@@ -31,6 +31,7 @@ async def main(store: str) -> None:
                 share = f"{report.restoration.recomputed_share:.0%} of those recomputed"
                 print(f"\n  {len(prompt)} tokens, {report.cached_tokens} of them stored, {share};")
                 print(f"  first token of the answer after {report.ttft_seconds:.2f} s")
+            await flow.flush()  # what is stored behind the answer has arrived
             await session.forget()  # the KV is gone from memory; what was stored stays
     await engine.aclose()
 

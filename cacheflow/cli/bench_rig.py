@@ -19,6 +19,7 @@ from cacheflow.registry import load_backend
 from cacheflow.restore import Restorer, RestoreRequest
 from cacheflow.restore.saver import Saver
 from cacheflow.scheduling import BatchScheduler, load_policy
+from cacheflow.tiers.staged import StagedCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -107,7 +108,17 @@ class Rig:
         All are open at once: that also maps the KV memory that a batch of them needs.
         """
         store = await self.open_link(None)
-        saver = Saver(self.engine, {"store": store}, self.pool, self.clock, lambda _: None)
+        staged = StagedCopies({"store": store})
+        async with Saver(
+            self.engine, {"store": store}, self.pool, self.clock, lambda _: None, staged
+        ) as saver:
+            await self._fill(prompts, saver, tell)
+        await staged.aclose()
+        await store.aclose()
+
+    async def _fill(
+        self, prompts: Sequence[Prompt], saver: Saver, tell: Callable[[], None]
+    ) -> None:
         names = [f"fill-{i}" for i in range(len(prompts))]
         for name, prompt in zip(names, prompts, strict=True):
             await self.engine.open(name, prompt.tokens)
@@ -115,12 +126,11 @@ class Rig:
             for tile in self.engine.grid.split(0, prompt.prefix):
                 await self.engine.prefill(name, tile.start, tile.stop)
                 tell()
-            saved = (await saver.save(name, prompt.keys))["store"]
+            saved = saver.save(name, prompt.keys)["store"]
+            await saver.flush()
             assert not saved.dropped, saved
         for name in names:
             await self.engine.close(name)
-        saver.close()
-        await store.aclose()
 
     async def open_link(
         self, bandwidth: float | None, folder: Path | None = None

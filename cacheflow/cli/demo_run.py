@@ -82,6 +82,7 @@ class Demo:
                 # A store of an earlier demo is overwritten, not used: the history is computed.
                 result = await self._answer(flow, prompt, what, "recompute", save=True)
                 self.talk.answered(result.tokens)
+            await flow.flush()
             self.prompt = self.talk.ask(FINAL_QUESTION)
             what = "the next turn, nothing forgotten: the reference"
             self.reference = await self._answer(

@@ -1,81 +1,61 @@
-"""The way back: whole chunks of a request's KV, sealed with their provenance, into every tier.
+"""The way back, behind the requests: whole chunks of KV, sealed with their provenance, into tiers.
 
-The canonical copy of a chunk wins its key: it replaces another one and is never replaced (by saves
-of this process; those of others into a shared tier are not seen).
+``save`` returns at once. One task copies chunks out of the engine, once for all tiers that want
+them, as fast as staging memory comes free; each tier's writers store what is ready. What waits in
+staging can be read there (:mod:`cacheflow.tiers.staged`). The canonical copy of a chunk wins its
+key: it replaces another one and is never replaced (by saves of this process; those of others into a
+shared tier are not seen).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from cacheflow.errors import ClosedError
 from cacheflow.kv import Stamp, canonical_tokens, clip_segments, exact_tokens, seal
 from cacheflow.memory import buffer_from
-from cacheflow.restore.tasks import to_the_end
+from cacheflow.restore.tasks import Pulse, to_the_end
 from cacheflow.restore.turns import Turns
-from cacheflow.types import (
-    LoadOutcome,
-    ObjectKey,
-    Span,
-    StagedPart,
-    StoreEnded,
-    TransferStatus,
-    Write,
-)
+from cacheflow.restore.writer import Dropped, Shared, TierWriter
+from cacheflow.restore.writes import Save, Saved
+from cacheflow.tiers.staged import Copy
+from cacheflow.tiers.write_policies import WriteAll
+from cacheflow.types import ObjectKey, Span, StagedPart, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Coroutine, Mapping, Sequence
+    from enum import StrEnum
 
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.clock import Clock
     from cacheflow.memory import Lease, StagingPool
-    from cacheflow.restore.turns import Turn
-    from cacheflow.types import ChunkKey, Observer, Segment
+    from cacheflow.tiers.staged import StagedCopies
+    from cacheflow.tiers.write_policies import WritePolicy
+    from cacheflow.types import ChunkKey, Observer
 
 __all__ = ["STAGING_OWNER", "Saved", "Saver"]
 
 _log = logging.getLogger(__name__)
-_KEPT: Final = "kept"
-"""Another save stored a copy at least as good while this one waited."""
 _NOBODY: Final = Stamp()
-STAGING_OWNER = "being stored"
+STAGING_OWNER: Final = "being stored"
 """Name under which the staging pool counts what is being stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What one save did, in chunks of one channel."""
-
-    stored: int = 0
-    kept: int = 0
-    """Already there, at least as good."""
-    dropped: int = 0
-    """Refused by a cap or failed; counted, logged, and recomputed when needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """One save into one tier."""
-
-    tier: str
-    backend: StorageBackend
-    request_id: str
-    segments: tuple[Segment, ...]
-    canonical_chunks: int
-
-    def is_canonical(self, chunk: int) -> bool:
-        return chunk < self.canonical_chunks
+_ASK_SECONDS: Final = 0.05
+"""A request that is to be closed waits this long for tiers to say what they have."""
+_LEASE_SECONDS: Final = 0.05
+"""Wait for staging memory in one go: then look again who needs it most."""
 
 
 class Saver:
-    """Stores the KV of open requests. One chunk is staged at a time, so memory stays bounded.
+    """Stores the KV of open requests while ``async with`` lasts.
 
-    ``deadline``: seconds after which a tier that has not answered gets nothing more in that save.
-    ``stamp``: who stores, written into every chunk.
+    ``max_bytes``: staging memory for what waits (or None: half of the pool), in equal shares, so
+    that a tier that hangs leaves the others theirs. ``policy``: what is worth storing (default:
+    everything). ``stamp``: who stores, written into every chunk.
     """
 
     def __init__(
@@ -85,161 +65,273 @@ class Saver:
         pool: StagingPool,
         clock: Clock,
         observer: Observer,
+        staged: StagedCopies,
+        *,
         deadline: float = 30.0,
+        max_bytes: int | None = None,
+        policy: WritePolicy | None = None,
         stamp: Stamp = _NOBODY,
     ) -> None:
         self._engine = engine
-        self._channels = channels
         self._pool = pool
-        self._clock = clock
-        self._observer = observer
-        self._deadline = deadline
+        self._staged = staged
         self._stamp = stamp
-        self._sealers = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
+        self._pulse = Pulse()
         self._turns = Turns()
-        self._closed = False
-
-    def close(self) -> None:
-        """Saves that still run end with ClosedError."""
-        self._closed = True
-        self._sealers.shutdown(wait=False)
-
-    async def save(self, request_id: str, keys: Sequence[ChunkKey]) -> dict[str, Saved]:
-        """Store the chunks called ``keys`` (the leading whole chunks whose KV is complete).
-
-        A tier that fails loses its copies, not the others': see :class:`Saved`.
-        """
-        segments = self._engine.segments(request_id)
-        return {
-            name: await self._save_to(name, backend, request_id, keys, segments)
-            for name, backend in self._channels.items()
+        shared = Shared(engine.layout, staged, self._turns, self._pulse, clock, observer, deadline)
+        share = (pool.capacity // 2 if max_bytes is None else max_bytes) // max(len(channels), 1)
+        self._writers = {
+            name: TierWriter(name, backend, shared, share) for name, backend in channels.items()
         }
+        self._policy = policy or WriteAll()
+        self._saves: OrderedDict[Save, None] = OrderedDict()
+        """Those that are not settled, the oldest first."""
+        self._idle = True
+        """The capturing task has nothing it could do."""
+        self._sealers = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def _save_to(
-        self,
-        name: str,
-        backend: StorageBackend,
-        request_id: str,
-        keys: Sequence[ChunkKey],
-        segments: tuple[Segment, ...],
-    ) -> Saved:
-        save = _Save(name, backend, request_id, segments, self._canonical_chunks(segments))
-        with self._turns.watch(name, keys) as turns:
-            try:
-                async with asyncio.timeout(self._deadline):
-                    wanted = await self._wanted(save, keys)
-            except Exception as error:  # a third party's backend may raise anything: none is stored
-                why = str(error) or type(error).__name__
-                _log.warning("tier %s: lookup before storing failed, nothing stored: %s", name, why)
-                return Saved(dropped=len(keys))
-            stored, kept = 0, len(keys) - len(wanted)
-            for chunk in wanted:
-                outcome = await self._save_in_turn(save, keys[chunk], chunk, turns[chunk])
-                stored += outcome == TransferStatus.OK
-                kept += outcome == _KEPT
-                if outcome == LoadOutcome.LATE:
-                    break
-        return Saved(stored, kept, len(keys) - stored - kept)
+    async def __aenter__(self) -> Self:
+        self._group = await asyncio.TaskGroup().__aenter__()
+        self._spawn(self._capture_all())
+        for writer in self._writers.values():
+            for _ in range(writer.at_once):
+                self._spawn(writer.run())
+        self._staged.settle = self._settle
+        return self
 
-    def _canonical_chunks(self, segments: Sequence[Segment]) -> int:
-        return canonical_tokens(segments, self._engine.grid) // self._engine.layout.chunk_tokens
-
-    async def _wanted(self, save: _Save, keys: Sequence[ChunkKey]) -> list[int]:
-        """Chunks that are not stored, or stored from another history while ours is canonical."""
-        whole = Span(0, self._engine.layout.num_layers)
-        wanted = []
-        for chunk, infos in enumerate(await save.backend.lookup(keys)):
-            good = [i for i in infos if i.key.layers == whole and i.layout == self._engine.layout]
-            if not good or (save.is_canonical(chunk) and not any(i.canonical for i in good)):
-                wanted.append(chunk)
-        return wanted
-
-    async def _save_in_turn(self, save: _Save, key: ChunkKey, chunk: int, turn: Turn) -> str:
-        """How it ended: a :class:`TransferStatus`, late, or kept."""
-        start, lease = self._clock.now(), None
+    async def __aexit__(self, *exc_info: object) -> None:
+        """What is not stored by now is dropped. I/O in flight keeps its memory until it ends."""
+        group, self._group = self._group, None
+        self._staged.settle = None
+        for task in list(self._tasks):
+            task.cancel()
         try:
-            async with asyncio.timeout(self._deadline):
-                await turn.begin()
-        except TimeoutError:
-            return self._late(save, chunk, start, "another save of it has not ended")
-        try:
-            if turn.is_kept(save.is_canonical(chunk)):
-                return _KEPT
-            try:
-                async with asyncio.timeout(self._deadline):
-                    lease = await self._pool.lease(
-                        self._engine.layout.payload_bytes(), STAGING_OWNER
-                    )
-            except TimeoutError:
-                return self._late(save, chunk, start, "no staging memory came free")
-            with lease:
-                write = await self._capture(save, key, chunk, lease)
-                return await self._store_in_turn(save, chunk, write, start, turn)
+            if group is not None:
+                await to_the_end(asyncio.ensure_future(group.__aexit__(None, None, None)))
         finally:
-            self._turns.end(save.tier, key, lease.hold if lease else None)
+            for writer in self._writers.values():
+                writer.drop([*writer.queue.waiting, *writer.queue.ready], Dropped.CLOSED)
+                for save in self._saves:
+                    if writer.tier in save.saved:
+                        writer.give_up(save, Dropped.CLOSED.value, "CacheFlow was closed")
+            self._saves.clear()
+            self._pulse.beat()
+            self._sealers.shutdown(wait=False)
 
-    async def _store_in_turn(
-        self, save: _Save, chunk: int, write: Write, start: float, turn: Turn
-    ) -> str:
-        may_be_there = True
-        try:
-            outcome, reason = await self._store(save.backend, write)
-            may_be_there = outcome in (TransferStatus.OK, LoadOutcome.LATE)
-        finally:
-            if may_be_there:
-                turn.stored(save.is_canonical(chunk))
-        self._ended(save, chunk, write.nbytes, start, outcome, reason)
-        return outcome
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._group is not None
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _late(self, save: _Save, chunk: int, start: float, reason: str) -> str:
-        nbytes = self._engine.layout.payload_bytes()
-        self._ended(save, chunk, nbytes, start, LoadOutcome.LATE, reason)
-        return LoadOutcome.LATE.value
+    def save(self, request_id: str, keys: Sequence[ChunkKey]) -> dict[str, Saved]:
+        """Have the chunks called ``keys`` stored (the leading whole chunks whose KV is complete).
 
-    def _ended(
-        self, save: _Save, chunk: int, nbytes: int, start: float, outcome: str, reason: str
-    ) -> None:
-        if outcome != TransferStatus.OK:
-            _log.warning(
-                "tier %s: chunk %d was not stored (%s: %s)", save.tier, chunk, outcome, reason
-            )
-        stop = self._clock.now()
-        self._observer(StoreEnded(save.tier, 1, nbytes, start, stop, outcome))
+        Returns at once what each tier will have done, counted on while it does it. A tier that
+        fails loses its copies, not the others'.
 
-    async def _store(self, backend: StorageBackend, write: Write) -> tuple[str, str]:
-        try:
-            async with asyncio.timeout(self._deadline):
-                result = (await backend.store([write]))[0]
-        except TimeoutError:
-            reason = f"not there after {self._deadline:g} s (setting load_deadline)"
-            return LoadOutcome.LATE.value, reason
-        except Exception as error:  # a third party's backend may raise anything: a dropped chunk
-            return TransferStatus.FAILED.value, str(error) or type(error).__name__
-        return result.status.value, str(result.error or "")
+        Raises:
+            ClosedError: the request is not open, or the saver is not running.
+        """
+        skipped = self._skipped(keys)
+        indices = range(skipped, len(keys))
+        saved = self._begin(request_id, keys, dict.fromkeys(self._writers, indices))
+        for each in saved.values():
+            each.skipped = skipped
+        return saved
 
-    async def _capture(self, save: _Save, key: ChunkKey, chunk: int, lease: Lease) -> Write:
-        """The KV of ``chunk`` out of the engine into ``lease``, sealed."""
-        part = StagedPart(chunk, Span(0, self._engine.layout.num_layers), lease.view)
-        capturing = self._engine.capture(save.request_id, [part])
-        await to_the_end(asyncio.ensure_future(capturing))
-        if self._closed:
-            raise ClosedError("CacheFlow was closed during a save")
-        sealing = asyncio.get_running_loop().run_in_executor(
-            self._sealers, self._seal, save, key, chunk, lease
+    def promote(
+        self, request_id: str, keys: Sequence[ChunkKey], chunks: Mapping[str, Sequence[int]]
+    ) -> dict[str, Saved]:
+        """Have some chunks, by index, stored in some tiers, as :meth:`save` does with all of them.
+
+        What the write policy leaves out is left out.
+        """
+        skipped = self._skipped(keys)
+        return self._begin(
+            request_id,
+            keys,
+            {tier: [i for i in indices if i >= skipped] for tier, indices in chunks.items()},
         )
-        return await to_the_end(asyncio.ensure_future(sealing))
 
-    def _seal(self, save: _Save, key: ChunkKey, chunk: int, lease: Lease) -> Write:
+    def _skipped(self, keys: Sequence[ChunkKey]) -> int:
+        return min(self._policy.skipped(len(keys)), len(keys))
+
+    def _begin(
+        self, request_id: str, keys: Sequence[ChunkKey], chunks: Mapping[str, Sequence[int]]
+    ) -> dict[str, Saved]:
+        if self._group is None:
+            raise ClosedError("CacheFlow was closed before this could be saved")
+        segments = self._engine.segments(request_id)
+        canonical = canonical_tokens(segments, self._engine.grid)
+        save = Save(request_id, keys, segments, canonical // self._engine.layout.chunk_tokens)
+        for tier, indices in chunks.items():
+            save.saved[tier] = Saved(pending=len(indices))
+            if indices:
+                save.asking += 1
+                self._spawn(self._writers[tier].offer(save, indices))
+        if save.asking:
+            self._saves[save] = None
+        return save.saved
+
+    async def flush(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is left to store, at most ``timeout`` seconds; returns whether it is.
+
+        What is not stored by then goes on being stored.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._pulse.until(lambda: all(save.is_settled for save in self._saves))
+        return all(save.is_settled for save in self._saves)
+
+    async def release(self, request_ids: Collection[str], patience: float = 0.0) -> None:
+        """These requests are about to be closed: copy what is to be stored of them.
+
+        ``patience``: seconds to wait while tiers make room; what finds no room after that is
+        dropped. Without it nothing but copies in memory, and tiers that are just being asked, is
+        waited for.
+        """
+        saves = [save for save in self._saves if save.request_id in request_ids]
+        for save in saves:
+            save.leaving = True
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(patience, _ASK_SECONDS)):
+                    if patience:
+                        await self._pulse.until(lambda: all(s.is_captured for s in saves))
+                    await self._pulse.until(lambda: not any(s.asking for s in saves))
+            for save in saves:
+                save.last_call = True
+            self._pulse.beat()
+            await self._pulse.until(lambda: not any(save.waiting for save in saves))
+        finally:
+            for save in saves:
+                save.gone = True
+                self._drop_waiting(save)
+
+    # -- out of the engine ---------------------------------------------------------------------
+
+    async def _capture_all(self) -> None:
+        """Copy out of the engine whatever a tier has room for, until cancelled."""
+        while True:
+            for save in [save for save in self._saves if save.is_settled]:
+                del self._saves[save]
+            chosen = self._choose()
+            if chosen is None:
+                self._set_idle(True)
+                await self._pulse.next()
+            else:
+                self._set_idle(False)
+                await self._capture(*chosen)
+
+    def _set_idle(self, idle: bool) -> None:
+        if idle != self._idle:
+            self._idle = idle
+            self._pulse.beat()
+
+    async def _settle(self, keys: Sequence[ChunkKey]) -> None:
+        """Wait until all of ``keys`` that can be staged for the time being are."""
+
+        def is_settled() -> bool:
+            # Keys are chained: who shares anything shares the first one.
+            return not any(
+                (save.asking or not self._idle) and not save.is_captured
+                for save in self._saves
+                if save.keys[:1] == keys[:1]
+            )
+
+        await self._pulse.until(is_settled)
+
+    def _choose(self) -> tuple[Save, int] | None:
+        """The save and chunk to copy next: of requests about to be closed first."""
+        nbytes = self._engine.layout.payload_bytes()
+        has_room = {name: w.queue.has_room(nbytes) for name, w in self._writers.items()}
+        for save in [save for save in self._saves if save.leaving]:
+            if save.last_call:
+                self._drop_waiting(save, [name for name, room in has_room.items() if not room])
+            for index, tiers in save.waiting.items():
+                if any(has_room[name] for name in tiers):
+                    return save, index
+        for name, writer in self._writers.items():
+            if has_room[name] and writer.queue.waiting:
+                chunk = next(iter(writer.queue.waiting))
+                return chunk.save, chunk.index
+        return None
+
+    async def _capture(self, save: Save, index: int) -> None:
+        """One chunk into staging memory, for all tiers that want it and have room."""
+        for name, chunk in list(save.waiting[index].items()):
+            self._writers[name].keep(chunk)
+        if index not in save.waiting:
+            return
+        copy = self._staged.get(save.keys[index], canonical=save.is_canonical(index))
+        if copy is None:
+            try:
+                copy = await self._made(save, index)
+            except ClosedError:
+                save.gone = True
+                self._drop_waiting(save)
+            except Exception:  # the engine's error is this chunk's: the others go on
+                _log.exception("chunk %d of request %s: no copy", index, save.request_id)
+                self._drop_chunk(save, index, TransferStatus.FAILED)
+            if copy is None:
+                return
+            self._staged.add(copy)
+        for name, chunk in list(save.waiting.get(index, {}).items()):
+            queue = self._writers[name].queue
+            if queue.has_room(copy.lease.buffer.nbytes):
+                queue.attach(chunk, copy)
+        self._staged.leave(copy)
+        self._pulse.beat()
+
+    async def _made(self, save: Save, index: int) -> Copy | None:
+        """The chunk's KV in staging memory, sealed; None when there was none to be had."""
+        nbytes = self._engine.layout.payload_bytes()
+        lease = self._pool.try_lease(nbytes, STAGING_OWNER)
+        if lease is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEASE_SECONDS):
+                    lease = await self._pool.lease(nbytes, STAGING_OWNER)
+        if lease is None:
+            if save.last_call:
+                self._drop_chunk(save, index, Dropped.FORGOTTEN)
+            return None
+        try:
+            part = StagedPart(index, Span(0, self._engine.layout.num_layers), lease.view)
+            capturing = self._engine.capture(save.request_id, [part])
+            await to_the_end(asyncio.ensure_future(capturing))
+            sealing = asyncio.get_running_loop().run_in_executor(
+                self._sealers, self._seal, save, index, lease
+            )
+            return Copy(await to_the_end(asyncio.ensure_future(sealing)), lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    def _seal(self, save: Save, index: int, lease: Lease) -> Write:
         layout = self._engine.layout
-        tokens = Span(chunk * layout.chunk_tokens, (chunk + 1) * layout.chunk_tokens)
+        tokens = Span(index * layout.chunk_tokens, (index + 1) * layout.chunk_tokens)
+        whole = (Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
         info, header = seal(
-            ObjectKey(key, Span(0, layout.num_layers), Span(0, layout.num_kv_heads)),
+            ObjectKey(save.keys[index], *whole),
             layout,
             lease.view,
             grid_id=self._engine.grid_id,
             segments=clip_segments(save.segments, tokens),
-            canonical=save.is_canonical(chunk),
+            canonical=save.is_canonical(index),
             stamp=self._stamp,
             lossy=tokens.stop > exact_tokens(save.segments, tokens.stop),
         )
         return Write(info, (buffer_from(header), lease.buffer))
+
+    def _drop_waiting(self, save: Save, tiers: Collection[str] | None = None) -> None:
+        """What waits for staging memory (in ``tiers``, or anywhere) is lost with its request."""
+        for name in self._writers if tiers is None else tiers:
+            writer = self._writers[name]
+            writer.drop([c for c in writer.queue.waiting if c.save is save], Dropped.FORGOTTEN)
+
+    def _drop_chunk(self, save: Save, index: int, why: StrEnum) -> None:
+        for name, chunk in list(save.waiting.get(index, {}).items()):
+            self._writers[name].drop([chunk], why)

@@ -7,8 +7,10 @@ stored meanwhile. Knows this process only: what others write to a shared tier is
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from cacheflow.restore.tasks import on_loop_when_idle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +26,8 @@ class Turn:
 
     def __init__(self) -> None:
         self.watchers = 0
-        """Saves that have looked, or will, and I/O that has not ended."""
+        """Saves that have looked, or will, chunks that wait for their turn, and I/O that has not
+        ended."""
         self._lock = asyncio.Lock()
         self._best = 0
         """The best copy that may have been stored meanwhile: 0 none, 1 any, 2 a canonical one."""
@@ -56,39 +59,39 @@ class Turns:
         return len(self._turns)
 
     @contextmanager
-    def watch(self, tier: str, keys: Sequence[ChunkKey]) -> Iterator[list[Turn]]:
-        """From before one save looks ``keys`` up until it has stored the last of them."""
-        turns = [self._join(tier, key) for key in keys]
+    def watch(self, tier: str, keys: Sequence[ChunkKey]) -> Iterator[None]:
+        """From before one save looks ``keys`` up until it has joined those it wants to store."""
+        for key in keys:
+            self.join(tier, key)
         try:
-            yield turns
+            yield
         finally:
             for key in keys:
-                self._leave(tier, key)
+                self.leave(tier, key)
 
-    def end(self, tier: str, key: ChunkKey, hold: InFlight | None) -> None:
-        """End the turn, once ``hold`` is idle: a store that was given up may still land."""
-        if hold is None or not hold.in_flight:
-            self._turns[tier, key].end()
-            return
-        loop, turn = asyncio.get_running_loop(), self._join(tier, key)
-
-        def on_loop() -> None:
-            turn.end()
-            self._leave(tier, key)
-
-        def ended() -> None:  # on any thread, and perhaps after the loop is gone
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(on_loop)
-
-        hold.when_idle(ended)
-
-    def _join(self, tier: str, key: ChunkKey) -> Turn:
+    def join(self, tier: str, key: ChunkKey) -> Turn:
+        """What is stored under ``key`` is remembered from now on, until :meth:`leave`."""
         turn = self._turns.setdefault((tier, key), Turn())
         turn.watchers += 1
         return turn
 
-    def _leave(self, tier: str, key: ChunkKey) -> None:
+    def leave(self, tier: str, key: ChunkKey) -> None:
+        """The other side of :meth:`join`."""
         turn = self._turns[tier, key]
         turn.watchers -= 1
         if not turn.watchers:
             del self._turns[tier, key]
+
+    def end(self, tier: str, key: ChunkKey, hold: InFlight | None) -> None:
+        """End the turn, once ``hold`` is idle: a store that was given up may still land."""
+        turn = self._turns[tier, key]
+        if hold is None or not hold.in_flight:
+            turn.end()
+            return
+        self.join(tier, key)
+
+        def ended() -> None:
+            turn.end()
+            self.leave(tier, key)
+
+        on_loop_when_idle(hold, ended)

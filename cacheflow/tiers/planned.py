@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from cacheflow.costs import ChannelModel, ComputeModel
     from cacheflow.types import KVLayout, Tile, TileGrid
@@ -78,7 +78,7 @@ class PlannedWrites:
     def __init__(
         self,
         compute: ComputeModel,
-        channels: Callable[[], Iterable[ChannelModel]],
+        channels: Sequence[ChannelModel],
         layout: KVLayout,
         grid: TileGrid,
     ) -> None:
@@ -89,7 +89,7 @@ class PlannedWrites:
 
     def skipped(self, chunks: int) -> int:
         """See :class:`cacheflow.tiers.write_policies.WritePolicy`."""
-        bandwidths = [channel.bandwidth for channel in self._channels()]
+        bandwidths = [channel.bandwidth for channel in self._channels]
         if not self._compute.known or not bandwidths or None in bandwidths:
             return 0
         together = sum(bandwidth for bandwidth in bandwidths if bandwidth is not None)

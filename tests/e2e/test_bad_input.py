@@ -50,7 +50,9 @@ async def ask(
     session = flow.session("s")
     await session.forget()
     stream = session.generate(prompt, max_new_tokens=new, policy=policy, report=report)
-    return [token async for token in stream], report
+    tokens = [token async for token in stream]
+    await flow.flush()
+    return tokens, report
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -172,6 +172,7 @@ async def test_a_conversation_that_forgets_every_turn(model_folder: Path) -> Non
                 expected = [t async for t in never.generate(history, max_new_tokens=12, save=False)]
                 stored = {key: bytes(data) for key, data in store.objects.items()}
                 got = [t async for t in forgets.generate(history, max_new_tokens=12, report=report)]
+                await flow.flush()
                 assert got == expected, f"turn {turn}"
                 assert report.restoration is not None
                 assert (report.cached_tokens > 0) == (turn > 0)
@@ -209,6 +210,7 @@ async def test_a_canonical_copy_replaces_another_and_is_never_replaced(model_fol
         async with CacheFlow.open(settings, engine=engine, backends={"store": store}) as flow:
             prompt = list(range(20))
             made = [t async for t in flow.session("a").generate(prompt, max_new_tokens=60)]
+            await flow.flush()
             infos = [info async for info in store.scan()]
             assert not any(info.canonical for info in infos)
             whole = [*prompt, *made][:70]
@@ -218,9 +220,11 @@ async def test_a_canonical_copy_replaces_another_and_is_never_replaced(model_fol
                     whole, max_new_tokens=1, policy="recompute"
                 )
             ]
+            await flow.flush()
             kept = [info async for info in store.scan()]
             assert sum(info.canonical for info in kept) == 4
             assert {i.key for i in kept} >= {i.key for i in infos}
             await flow.forget()
             [t async for t in flow.session("c").generate(prompt, max_new_tokens=60)]
+            await flow.flush()
             assert [info async for info in store.scan()] == kept

@@ -148,9 +148,11 @@ async def turns(model: Path, disk: Path, between: Any = None) -> list[Generation
         async with CacheFlow.open(settings, engine=engine) as flow:
             cold = await generate(flow, prompt, Generation(), save=False, policy="recompute")
             assert await generate(flow, prompt, reports[0]) == cold
+            await flow.flush()
             if between is not None:
                 await asyncio.to_thread(between)
             assert await generate(flow, prompt, reports[1], policy="load") == cold
+            await flow.flush()
     finally:
         await engine.aclose()
     return reports

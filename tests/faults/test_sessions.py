@@ -86,6 +86,7 @@ async def test_cancelled_anywhere_a_generation_leaves_nothing(
                 await asyncio.wait([task])
                 if not task.cancelled():
                     await flow.forget()
+                await flow.flush()
                 await settled(engine)
                 assert_nothing_is_left(flow, engine)
                 assert asyncio.all_tasks() == tasks
@@ -120,8 +121,8 @@ class HungStore(MemoryBackend):
 
 
 async def test_a_hung_store_ends_with_its_deadline(model_folder: Path) -> None:
-    """A tier that never answers a store holds up the end of a turn for one deadline, not for ever
-    and not once a chunk; the other tier gets everything."""
+    """A tier that never answers a store is given up after one deadline, not one a chunk, and holds
+    up neither the turn nor the other tier, which gets everything."""
     hung, good = HungStore(), MemoryBackend()
     async with engine_of(model_folder) as engine:
         settings = Settings(staging_bytes=1 << 22, load_deadline=0.1)
@@ -130,10 +131,11 @@ async def test_a_hung_store_ends_with_its_deadline(model_folder: Path) -> None:
             report = Generation()
             async with asyncio.timeout(20):
                 await ask(flow, "a", prompt_of(200), max_new_tokens=2, report=report)
+                await flow.flush()
             assert report.saved is not None
             assert report.saved["hung"].dropped == 12
             assert report.saved["good"].stored == 12
-            assert hung.stores == 1
+            assert hung.stores <= hung.capabilities.suggested_depth
             await flow.forget()
             assert_nothing_is_left(flow, engine)
 
@@ -152,6 +154,7 @@ async def test_a_lookup_that_hangs_before_a_save_ends_with_its_deadline(model_fo
             report = Generation()
             async with asyncio.timeout(20):
                 await ask(flow, "a", prompt_of(200), max_new_tokens=2, report=report)
+                await flow.flush()
             assert report.saved is not None
             assert report.saved["s"].dropped == 12
 
@@ -171,6 +174,7 @@ async def test_a_store_that_raises_anything_costs_its_chunks(
         async with CacheFlow.open(settings, engine=engine, backends={"s": Broken()}) as flow:
             report = Generation()
             await ask(flow, "a", prompt_of(100), max_new_tokens=2, report=report)
+            await flow.flush()
             assert report.saved is not None
             assert report.saved["s"].dropped == 6
 

@@ -113,7 +113,7 @@ def policy(bandwidths: list[float | None], linear: float | None = 1e-12) -> Plan
         if bandwidth is not None:
             channels[-1].prime(ChannelProfile(0.0, 1 / bandwidth, 1e6))
     layout = KVLayout(LAYERS, 2, 64, "bfloat16", CHUNK)
-    return PlannedWrites(costs, lambda: channels, layout, GRID)
+    return PlannedWrites(costs, channels, layout, GRID)
 
 
 def test_planned_goes_by_all_channels_together_and_only_by_what_is_known() -> None:
