@@ -135,7 +135,7 @@ class CacheFlow:
                 raise ConfigError(f"setting tiers: the name {STAGED_CHANNEL!r} is taken")
             if backends:
                 channels[STAGED_CHANNEL] = staged
-            pool = _staging(settings.staging_bytes, channels, engine)
+            pool = _staging(settings.staging_bytes, channels, engine, len(backends))
             stack.push_async_callback(pool.aclose)
             stack.push_async_callback(staged.aclose)
             costs = compute or ComputeModel(*engine.layer_flops)
@@ -365,7 +365,9 @@ class Session:
         keys = await self._flow._keys_in_pieces(tokens, self._keys)
         if self._tokens is tokens:  # not forgotten meanwhile
             self._keys = keys
-        return self._flow._saver.save(request_id, keys)
+        saved = self._flow._saver.save(request_id, keys)
+        await asyncio.sleep(0)  # what comes next does not share a turn of the loop with the keys
+        return saved
 
 
 def _write_policy(
@@ -381,7 +383,7 @@ def _write_policy(
     return PlannedWrites(costs, channels, engine.layout, engine.grid)
 
 
-def _staging(nbytes: int, channels: Collection[str], engine: Engine) -> StagingPool:
+def _staging(nbytes: int, channels: Collection[str], engine: Engine, tiers: int) -> StagingPool:
     """The staging pool in equal shares: one a channel, so that a hung tier cannot starve the rest,
     and one for what is being stored.
 
@@ -391,11 +393,12 @@ def _staging(nbytes: int, channels: Collection[str], engine: Engine) -> StagingP
     layout, grid = engine.layout, engine.grid
     widest = max((*grid.head, grid.tail)) // layout.chunk_tokens
     needed = max(layout.payload_bytes(), widest * layout.layer_stride())
-    share = nbytes // (len(channels) + 1)
+    shares = len(channels) + 1
+    share = nbytes // shares
     if share < needed:
         raise ConfigError(
             f"setting staging_bytes: {nbytes} bytes are too few for this model and "
-            f"{len(channels)} tiers; give at least {needed * (len(channels) + 1)}"
+            f"{tiers} tiers; give at least {needed * shares}"
         )
     pool = StagingPool(nbytes)
     for owner in (*channels, STAGING_OWNER):

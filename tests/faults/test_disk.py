@@ -174,7 +174,8 @@ async def test_a_full_disk(model_folder: Path, small_disk: Path) -> None:
     assert first.saved is not None
     assert first.saved["disk"].stored > 10
     assert first.saved["disk"].dropped > 10
-    assert second.cached_tokens >= 16 * first.saved["disk"].stored
+    # The chunk with the prompt's last token cannot be used by the same prompt.
+    assert second.cached_tokens >= 16 * (first.saved["disk"].stored - 1)
     assert second.restoration is not None
     assert second.restoration.failed_loads == 0
     assert list((small_disk / "store" / "tmp").iterdir()) == []

@@ -44,7 +44,9 @@ async def opened(
 
 async def turn(flow: CacheFlow, name: str, prompt: list[int], new: int, policy: str) -> list[int]:
     stream = flow.session(name).generate(prompt, max_new_tokens=new, policy=policy)
-    return [token async for token in stream]
+    tokens = [token async for token in stream]
+    await flow.flush()
+    return tokens
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -94,6 +94,7 @@ async def test_keys_that_went_on_are_the_keys(flow: CacheFlow) -> None:
     await ask(flow, "s", history)
     other = first + [5] * 100
     await ask(flow, "s", other)
+    await flow.flush()
     (backend,) = flow.backends.values()
     for tokens in (history, other):
         assert all(await backend.lookup(flow.keys(tokens)))
