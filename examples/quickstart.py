@@ -15,7 +15,6 @@ async def main(store: str) -> None:
     chat = [{"role": "user", "content": question}]
     stop = {engine.tokenizer.eos_token_id}
     prompt = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-
     # A disk behind a link that is as slow, next to this CPU, as a network is next to a GPU.
     link = {"inner": "nvme", "inner_options": {"path": store}, "bandwidth": 10e6}
     settings = Settings(tiers=(TierSettings(name="disk", backend="throttled", options=link),))
@@ -31,7 +30,7 @@ async def main(store: str) -> None:
                 share = f"{report.restoration.recomputed_share:.0%} of those recomputed"
                 print(f"\n  {len(prompt)} tokens, {report.cached_tokens} of them stored, {share};")
                 print(f"  first token of the answer after {report.ttft_seconds:.2f} s")
-            await flow.flush()  # what is stored behind the answer has arrived
+            await flow.flush()  # until all of it is stored
             await session.forget()  # the KV is gone from memory; what was stored stays
     await engine.aclose()
 
