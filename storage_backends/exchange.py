@@ -1,15 +1,23 @@
-"""Copying objects between a store and a plain folder: one file each, named by its key.
+"""Copying objects between a store and one archive file; every byte is verified on both ways.
 
-Works on any backend through the contract. Every byte is verified on the way out and on the way in;
-files are read and written with aiofiles, an object at a time.
+::
+
+    magic "CFLWAR1\\n"
+    each object: u16 length and ASCII of its name | u64 length and bytes of the object
+    end: u16 0 | u64 number of objects
+
+A name is read as a key and nothing else: it never becomes a path. Works on any backend through the
+contract; the file is read and written with aiofiles, an object at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+import os
+import struct
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import aiofiles
 import aiofiles.os
@@ -20,117 +28,168 @@ from cacheflow.memory import StagingPool
 from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable
     from pathlib import Path
 
+    from aiofiles.threadpool.binary import AsyncBufferedIOBase, AsyncBufferedReader
+
     from cacheflow.abc import StorageBackend
-    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey
+    from cacheflow.types import ChunkInfo, ObjectKey
 
 __all__ = ["Imported", "export_objects", "import_objects"]
+
+_MAGIC: Final = b"CFLWAR1\n"
+_NAME: Final = struct.Struct("<H")
+_SIZE: Final = struct.Struct("<Q")
+_MAX_NAME: Final = 160
+"""Bytes: more than any object's name has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What became of the files of a folder."""
+    """What became of the objects of an archive."""
 
     stored: int
     kept: int
     """Objects that the store has already: replaced only by a canonical copy of one that is not."""
     refused: tuple[tuple[str, str], ...]
-    """``(file name, reason)`` of object files that are damaged or are not what they are called."""
-    ignored: int
-    """Files that are no objects by their name."""
+    """``(name, reason)`` of objects that are damaged or are not what they are called."""
 
 
 async def export_objects(
-    backend: StorageBackend, folder: Path, keys: Sequence[ChunkKey] | None = None
+    backend: StorageBackend,
+    archive: Path,
+    infos: Iterable[ChunkInfo],
+    copied: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
-    """Copy the objects of ``keys`` (default: all) into ``folder``; returns how many.
+    """Copy the objects of ``infos`` into the new file ``archive``; returns how many.
+
+    ``copied`` is told the bytes of each. An object that is gone by now is left out. What fails
+    leaves no file.
 
     Raises:
         BackendError: an object cannot be read.
-        ConfigError: ``folder`` cannot be made or written, or one of the files exists already.
+        ConfigError: ``archive`` exists, or cannot be written.
         IntegrityError: an object's bytes are not what its header says.
     """
-    count = 0
     try:
-        await aiofiles.os.makedirs(folder, mode=0o700, exist_ok=True)
-        async with aclosing(_objects(backend, keys)) as infos:
-            async for info in infos:
-                await _export(backend, info, folder / format_name(info.key))
-                count += 1
+        async with aiofiles.open(archive, "xb", opener=_private) as file:
+            try:
+                return await _write_archive(backend, file, infos, copied)
+            except BaseException:
+                with suppress(OSError):
+                    await aiofiles.os.unlink(archive)
+                raise
     except OSError as error:
-        raise ConfigError(f"export to {folder}: {error.strerror} ({error.filename})") from error
-    return count
+        raise ConfigError(f"export to {archive}: {error.strerror}") from error
 
 
-async def import_objects(backend: StorageBackend, folder: Path) -> Imported:
-    """Store the objects that lie in ``folder``, each verified whole before it is stored.
+async def import_objects(
+    backend: StorageBackend, archive: Path, copied: Callable[[int], None] = lambda nbytes: None
+) -> Imported:
+    """Store the objects of ``archive``, each verified whole before it is stored.
 
     Raises:
         BackendError: the store does not take an object.
         CapacityError: the store is full; what was stored so far stays.
-        ConfigError: ``folder`` cannot be read.
+        ConfigError: ``archive`` cannot be read.
+        IntegrityError: it is no archive, or one that was cut short; what was stored so far stays.
     """
-    stored = kept = ignored = 0
+    stored = kept = 0
     refused: list[tuple[str, str]] = []
     try:
-        names = sorted(await aiofiles.os.listdir(folder))
-        for name in names:
-            try:
-                key = parse_name(name)
-            except ValueError:
-                ignored += 1
-                continue
-            try:
-                is_new = await _import(backend, key, folder / name)
-            except IntegrityError as error:
-                refused.append((name, str(error)))
-                continue
-            stored, kept = stored + is_new, kept + (not is_new)
+        left = (await aiofiles.os.stat(archive)).st_size
+        async with aiofiles.open(archive, "rb") as file, aclosing(_entries(file, left)) as entries:
+            async for name, size in entries:
+                try:
+                    is_new = await _import(backend, file, name, size)
+                except IntegrityError as error:
+                    refused.append((name, str(error)))
+                else:
+                    stored, kept = stored + is_new, kept + (not is_new)
+                copied(size)
     except OSError as error:
-        raise ConfigError(f"import from {folder}: {error.strerror} ({error.filename})") from error
-    return Imported(stored, kept, tuple(refused), ignored)
+        raise ConfigError(f"import from {archive}: {error.strerror}") from error
+    return Imported(stored, kept, tuple(refused))
 
 
-async def _objects(
-    backend: StorageBackend, keys: Sequence[ChunkKey] | None
-) -> AsyncGenerator[ChunkInfo, None]:
-    if keys is None:
-        async for info in backend.scan():
-            yield info
-    else:
-        for infos in await backend.lookup(keys):
-            for info in infos:
-                yield info
+async def _write_archive(
+    backend: StorageBackend,
+    file: AsyncBufferedIOBase,
+    infos: Iterable[ChunkInfo],
+    copied: Callable[[int], None],
+) -> int:
+    await file.write(_MAGIC)
+    count = 0
+    for info in infos:
+        count += await _export(backend, info, file)
+        copied(info.nbytes)
+    await file.write(_NAME.pack(0) + _SIZE.pack(count))
+    return count
 
 
-async def _export(backend: StorageBackend, info: ChunkInfo, path: Path) -> None:
+async def _export(backend: StorageBackend, info: ChunkInfo, file: AsyncBufferedIOBase) -> bool:
     pool = StagingPool(info.nbytes)
     try:
         with await pool.lease(info.nbytes) as lease:
             async for result in backend.load([Read(info.key, 0, lease.buffer)]):
+                if result.status is TransferStatus.MISSING:
+                    return False
                 if result.status is not TransferStatus.OK:
                     raise result.error or BackendError(
                         result.status, operation="load", context=format_name(info.key)
                     )
             await asyncio.to_thread(_verify_whole, info.key, lease.view)
-            async with aiofiles.open(path, "xb") as file:
-                await file.write(lease.view)
+            name = format_name(info.key).encode()
+            await file.write(_NAME.pack(len(name)) + name + _SIZE.pack(info.nbytes))
+            await file.write(lease.view)
     finally:
         await pool.aclose()
+    return True
 
 
-async def _import(backend: StorageBackend, key: ObjectKey, path: Path) -> bool:
-    size = (await aiofiles.os.stat(path)).st_size
+async def _entries(file: AsyncBufferedReader, left: int) -> AsyncGenerator[tuple[str, int], None]:
+    """Names and sizes, with the file at the object's bytes; goes on behind them."""
+    if await file.read(len(_MAGIC)) != _MAGIC:
+        raise IntegrityError("not an archive of CacheFlow objects (or of another version)")
+    count = 0
+    while True:
+        (length,) = _NAME.unpack(await _exactly(file, _NAME.size, count))
+        if length > _MAX_NAME:
+            raise IntegrityError(f"damaged after {count} objects: a name of {length} bytes")
+        name = (await _exactly(file, length, count)).decode("ascii", "replace")
+        (size,) = _SIZE.unpack(await _exactly(file, _SIZE.size, count))
+        if not length:
+            break
+        at = await file.tell()
+        if size > left - at:
+            raise IntegrityError(f"cut short after {count} objects")
+        yield name, size
+        count += 1
+        await file.seek(at + size)
+    if size != count:
+        raise IntegrityError(f"{count} objects are there, {size} were exported")
+
+
+async def _exactly(file: AsyncBufferedReader, nbytes: int, count: int) -> bytes:
+    data = await file.read(nbytes)
+    if len(data) != nbytes:
+        raise IntegrityError(f"cut short after {count} objects")
+    return data
+
+
+async def _import(backend: StorageBackend, file: AsyncBufferedReader, name: str, size: int) -> bool:
+    try:
+        key = parse_name(name)
+    except ValueError as error:
+        raise IntegrityError(str(error)) from None
     if not size:
-        raise IntegrityError("truncated: the file is empty")
+        raise IntegrityError("the object is empty")
     pool = StagingPool(size)
     try:
         with await pool.lease(size) as lease:
-            async with aiofiles.open(path, "rb") as file:
-                if await file.readinto(lease.view) != size:
-                    raise IntegrityError("truncated while it was read")
+            if await file.readinto(lease.view) != size:
+                raise IntegrityError("truncated while it was read")
             info = await asyncio.to_thread(_verify_whole, key, lease.view)
             if await _has_as_good(backend, info):
                 return False
@@ -140,15 +199,19 @@ async def _import(backend: StorageBackend, key: ObjectKey, path: Path) -> bool:
     finally:
         await pool.aclose()
     if result.status is TransferStatus.FULL:
-        raise CapacityError(f"import of {path.name}: the store is full ({result.error})")
+        raise CapacityError(f"import of {name}: the store is full ({result.error})")
     if result.status is not TransferStatus.OK:
-        raise result.error or BackendError(result.status, operation="store", context=path.name)
+        raise result.error or BackendError(result.status, operation="store", context=name)
     return True
 
 
 async def _has_as_good(backend: StorageBackend, info: ChunkInfo) -> bool:
     [there] = await backend.lookup([info.key.chunk])
     return any(old.key == info.key and old.canonical >= info.canonical for old in there)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _verify_whole(key: ObjectKey, data: memoryview) -> ChunkInfo:

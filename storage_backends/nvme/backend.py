@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import time
+from collections import deque
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Self
@@ -26,17 +27,19 @@ from cacheflow.storage_backends.nvme.folder import StoreFolder
 from cacheflow.storage_backends.nvme.index import HeaderIndex
 from cacheflow.storage_backends.nvme.ledger import Ledger
 from cacheflow.storage_backends.nvme.listing import Listing
-from cacheflow.storage_backends.nvme.opening import join, prepare
+from cacheflow.storage_backends.nvme.opening import join, prepare, room_of
 from cacheflow.storage_backends.nvme.settings import NvmeOptions
 from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
     from cacheflow.errors import CacheFlowError
-    from cacheflow.storage_backends.nvme.space import Space
+    from cacheflow.storage_backends.nvme.folder import FoundFile
+    from cacheflow.storage_backends.nvme.space import Room, Space
+    from cacheflow.storage_backends.threads import FutureJob
     from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
 
 __all__ = ["NvmeBackend"]
@@ -44,7 +47,10 @@ __all__ = ["NvmeBackend"]
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS: Final = 1.0
 _SCAN_BATCH: Final = 64
-_NAME_THREADS: Final = 2
+_SCAN_AHEAD: Final = 1
+"""Batches of headers read while one is being consumed; a thread is left for lookups."""
+_TELL_SECONDS: Final = 2.0
+_NAME_THREADS: Final = 3
 _MAX_REPORTED: Final = 10_000
 
 
@@ -67,7 +73,7 @@ class NvmeBackend(StorageBackend):
         self._ledger = Ledger(folder.ledger)
         self._space: Space | None = None
         """None while the folder can only be read."""
-        self._reported: set[Path] = set()
+        self._reported: set[str] = set()
         self._closed = False
 
     @classmethod
@@ -126,11 +132,23 @@ class NvmeBackend(StorageBackend):
     async def scan(self) -> AsyncIterator[ChunkInfo]:
         self._check()
         names = await self._names.run(lambda: list(self.folder.all()))
-        for at in range(0, len(names), _SCAN_BATCH):
-            batch = names[at : at + _SCAN_BATCH]
-            infos = await self._names.run(partial(self._valid_of, batch))
-            for info in infos:
-                yield info
+        batches = [names[at : at + _SCAN_BATCH] for at in range(0, len(names), _SCAN_BATCH)]
+        ahead: deque[FutureJob] = deque()
+        told = time.monotonic()
+        try:
+            for number, batch in enumerate([*batches, *[()] * _SCAN_AHEAD]):
+                ahead.append(self._names.start(partial(self._valid_of, batch)))
+                if len(ahead) <= _SCAN_AHEAD:
+                    continue
+                for info in await asyncio.shield(ahead.popleft().done):
+                    yield info
+                if time.monotonic() - told > _TELL_SECONDS:
+                    told = time.monotonic()
+                    done = min(len(names), (number + 1) * _SCAN_BATCH)
+                    _log.info("%s: read %d of %d headers", self.folder.root, done, len(names))
+        finally:
+            for job in ahead:
+                self._names.withdraw(job)
 
     async def used_bytes(self) -> int:
         """Bytes of all files of the store, unfinished and invalid ones included.
@@ -142,17 +160,34 @@ class NvmeBackend(StorageBackend):
         used: int = await self._names.run(self._used)
         return used
 
-    async def export_objects(self, folder: Path, keys: Sequence[ChunkKey] | None = None) -> int:
-        """Copy the objects of ``keys`` (default: all) into ``folder``, one verified file each.
+    # -- for operators ---------------------------------------------------------------------------
 
-        Returns how many. Raises ConfigError if one of the files exists, IntegrityError for an
-        object whose bytes are not what its header says.
-        """
-        return await export_objects(self, folder, keys)
+    async def room(self) -> Room:
+        """What is used of what may be used."""
+        self._check()
+        room: Room = await self._names.run(lambda: room_of(self.folder, self.options, self._used()))
+        return room
 
-    async def import_objects(self, folder: Path) -> Imported:
-        """Store the objects that lie in ``folder``, each verified whole before it is stored."""
-        return await import_objects(self, folder)
+    async def files(self) -> list[FoundFile]:
+        """Every file of the store but the manifest and the ledger, whether an object or not."""
+        self._check()
+        files: list[FoundFile] = await self._names.run(lambda: list(self.folder.files()))
+        return files
+
+    async def export_objects(
+        self,
+        archive: Path,
+        infos: Sequence[ChunkInfo],
+        copied: Callable[[int], None] = lambda nbytes: None,
+    ) -> int:
+        """Copy objects into the new file ``archive``: see ``exchange.export_objects``."""
+        return await export_objects(self, archive, infos, copied)
+
+    async def import_objects(
+        self, archive: Path, copied: Callable[[int], None] = lambda nbytes: None
+    ) -> Imported:
+        """Store the objects of ``archive``: see ``exchange.import_objects``."""
+        return await import_objects(self, archive, copied)
 
     async def aclose(self) -> None:
         if self._closed:
@@ -171,11 +206,11 @@ class NvmeBackend(StorageBackend):
     def _objects_of(self, chunk: ChunkKey) -> list[ChunkInfo]:
         return self._valid_of(self._listing.objects(chunk))
 
-    def _valid_of(self, names: Sequence[tuple[ObjectKey, Path]]) -> list[ChunkInfo]:
+    def _valid_of(self, names: Sequence[tuple[ObjectKey, str]]) -> list[ChunkInfo]:
         found = (self._valid(key, path) for key, path in names)
         return [info for info in found if info is not None]
 
-    def _valid(self, key: ObjectKey, path: Path) -> ChunkInfo | None:
+    def _valid(self, key: ObjectKey, path: str) -> ChunkInfo | None:
         try:
             return self._index.get(key, path)
         except (IntegrityError, OSError) as error:
@@ -241,7 +276,7 @@ class NvmeBackend(StorageBackend):
             self._forget(key, path)
 
     def _forget(self, key: ObjectKey, path: Path) -> None:
-        self._index.forget(path)
+        self._index.forget(str(path))
         self._listing.forget(key.chunk)
 
     def _writable(self) -> Space:

@@ -141,13 +141,14 @@ class StoreFolder:
         found = os.statvfs(self.root)
         return found.f_blocks * found.f_frsize
 
-    def all(self) -> Iterator[tuple[ObjectKey, Path]]:
-        """Every file whose name and place are an object's, by name alone."""
+    def all(self) -> Iterator[tuple[ObjectKey, str]]:
+        """Every file whose name and place are an object's, by name alone; strings, as there may be
+        a hundred thousand."""
         for fan in self._fans():
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 for name in os.listdir(self.objects / fan):  # noqa: PTH208 - names only
                     if (key := _key(fan, name)) is not None:
-                        yield key, self.objects / fan / name
+                        yield key, f"{self.objects}/{fan}/{name}"
 
     def files(self) -> Iterator[FoundFile]:
         """Every file below ``objects``, whatever it is; folders are looked into once."""

@@ -16,8 +16,6 @@ from cacheflow.kv import decode_header, header_size
 from cacheflow.types import PAGE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from cacheflow.types import ChunkInfo, ObjectKey
 
 __all__ = ["HeaderIndex", "read_header"]
@@ -34,9 +32,9 @@ class HeaderIndex:
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
-        self._known: OrderedDict[Path, tuple[tuple[int, ...], ChunkInfo]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[tuple[int, ...], ChunkInfo]] = OrderedDict()
 
-    def get(self, key: ObjectKey, path: Path) -> ChunkInfo | None:
+    def get(self, key: ObjectKey, path: str) -> ChunkInfo | None:
         """The object's info, or None if there is nothing at ``path``.
 
         Raises:
@@ -60,12 +58,12 @@ class HeaderIndex:
             self._known.popitem(last=False)
         return info
 
-    def forget(self, path: Path) -> None:
+    def forget(self, path: str) -> None:
         """The file was replaced or removed."""
         self._known.pop(path, None)
 
 
-def read_header(key: ObjectKey, path: Path, size: int) -> ChunkInfo:
+def read_header(key: ObjectKey, path: str, size: int) -> ChunkInfo:
     """Read and check the header of the file at ``path`` (of ``size`` bytes).
 
     Raises:

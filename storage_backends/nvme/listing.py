@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.kv import parse_name
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from cacheflow.storage_backends.nvme.folder import StoreFolder
     from cacheflow.types import ChunkKey, ObjectKey
 
 __all__ = ["Listing"]
 
 _SETTLED_NS: Final = 1_000_000_000
+_DIGEST: Final = 64
+"""Hex digits that an object's name begins with."""
 
 
 class Listing:
@@ -29,19 +29,24 @@ class Listing:
 
     def __init__(self, folder: StoreFolder) -> None:
         self._folder = folder
-        self._known: dict[str, tuple[int, dict[str, list[tuple[ObjectKey, Path]]]]] = {}
+        self._known: dict[str, tuple[int, dict[str, list[str]]]] = {}
 
-    def objects(self, chunk: ChunkKey) -> list[tuple[ObjectKey, Path]]:
+    def objects(self, chunk: ChunkKey) -> list[tuple[ObjectKey, str]]:
         """Objects of ``chunk`` by name; whether they are valid is not looked at."""
         digest = chunk.digest.hex()
-        return self._fan(digest[:2]).get(digest, [])
+        fan = digest[:2]
+        found = []
+        for name in self._fan(fan).get(digest, ()):
+            with contextlib.suppress(ValueError):
+                found.append((parse_name(name), f"{self._folder.objects}/{fan}/{name}"))
+        return found
 
     def forget(self, chunk: ChunkKey) -> None:
         """This process changed something of the chunk's."""
         self._known.pop(chunk.digest.hex()[:2], None)
 
-    def _fan(self, fan: str) -> dict[str, list[tuple[ObjectKey, Path]]]:
-        path = self._folder.objects / fan
+    def _fan(self, fan: str) -> dict[str, list[str]]:
+        path = f"{self._folder.objects}/{fan}"
         try:
             changed = os.stat(path).st_mtime_ns
         except FileNotFoundError:
@@ -49,12 +54,9 @@ class Listing:
         known = self._known.get(fan)
         if known is not None and known[0] == changed:
             return known[1]
-        found: dict[str, list[tuple[ObjectKey, Path]]] = {}
+        found: dict[str, list[str]] = {}
         for name in os.listdir(path):  # noqa: PTH208 - names only
-            if not name.startswith(fan):
-                continue
-            with contextlib.suppress(ValueError):
-                found.setdefault(name[:64], []).append((parse_name(name), path / name))
+            found.setdefault(name[:_DIGEST], []).append(name)
         if time.time_ns() - changed > _SETTLED_NS:
             self._known[fan] = (changed, found)
         return found

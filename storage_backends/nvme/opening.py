@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.errors import ConfigError
 from cacheflow.storage_backends.nvme.folder import MANIFEST
 from cacheflow.storage_backends.nvme.records import Joined
-from cacheflow.storage_backends.nvme.space import Space
+from cacheflow.storage_backends.nvme.space import Room, Space
 
 if TYPE_CHECKING:
     from cacheflow.storage_backends.nvme.folder import StoreFolder
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheflow.storage_backends.nvme.settings import NvmeOptions
     from cacheflow.storage_backends.threads import IoThreads
 
-__all__ = ["join", "prepare"]
+__all__ = ["join", "prepare", "room_of"]
 
 _log = logging.getLogger(__name__)
 _ASK_AGAIN: Final = 0.02
@@ -106,11 +106,17 @@ async def join(
     return space
 
 
+def room_of(folder: StoreFolder, options: NvmeOptions, used: int) -> Room:
+    """What ``options`` mean for a store that uses so many bytes."""
+    size, free = folder.size_bytes(), folder.free_bytes()
+    return Room(used, options.cap(size), options.floor(size, free, used), free)
+
+
 def _space(folder: StoreFolder, options: NvmeOptions, ledger: Ledger) -> Space:
-    size, free, used = folder.size_bytes(), folder.free_bytes(), ledger.totals().used
-    space = Space(folder, ledger, options.cap(size), options.floor(size, free, used))
-    if space.reclaim():
-        _log.info("%s: removed what a process that is gone had left", folder.root)
+    room = room_of(folder, options, ledger.totals().used)
+    space = Space(folder, ledger, room.cap, room.floor)
+    if reclaimed := space.reclaim():
+        _log.info("%s: finished %d steps of processes that are gone", folder.root, reclaimed)
     return space
 
 

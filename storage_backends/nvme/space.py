@@ -19,7 +19,7 @@ import secrets
 import stat
 import threading
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import CapacityError
@@ -34,10 +34,22 @@ if TYPE_CHECKING:
     from cacheflow.storage_backends.nvme.ledger import Ledger
     from cacheflow.storage_backends.nvme.records import Totals
 
-__all__ = ["Space"]
+__all__ = ["Room", "Space"]
 
 _log = logging.getLogger(__name__)
 _RECLAIM_PATIENCE: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of a store and its file system."""
+
+    used: int
+    cap: int
+    floor: int
+    """To be left free on the file system."""
+    free: int
+    """On the file system, now."""
 
 
 class Space:
@@ -114,18 +126,18 @@ class Space:
             self._end(index, entry)
         return True
 
-    def reclaim(self) -> bool:
-        """Finish what the dead have left, and steps of our own that failed; True if any was."""
+    def reclaim(self) -> int:
+        """Finish what the dead have left, and steps of our own that failed; returns how many."""
         if not self._reclaiming.acquire(timeout=_RECLAIM_PATIENCE):
-            return False
+            return 0
         try:
-            done = False
+            done = 0
             here = dict(self._ledger.left_here()) if self._unsettled else {}
             for index in list(self._unsettled):
-                done |= self._end(index, here.get(index, FREE))
+                done += self._end(index, here.get(index, FREE))
             for left in self._ledger.abandoned():
                 for index, entry in left:
-                    done |= self._try_settle(index, entry)
+                    done += self._try_settle(index, entry)
             return done
         finally:
             self._reclaiming.release()
