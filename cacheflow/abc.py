@@ -140,6 +140,18 @@ class Recomputer(Protocol):
         """
         ...
 
+    def share(self, source_id: str, request_id: str, tokens: int) -> None:
+        """Let ``request_id``, of which nothing is in the KV cache yet, hold the memory of
+        ``source_id`` for its first ``tokens`` tokens: the same tokens, whole tiles of the grid.
+
+        From now on cells, and hidden states of paused tiles, of either are those of both; they
+        last as long as one of the two is open. Does not block.
+
+        Raises:
+            ClosedError: one of them is not open.
+        """
+        ...
+
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
         """Push tiles through layers, asking ``claim`` before each; stop where it refuses.
 

@@ -315,6 +315,7 @@ class Session:
         self._flow._resident.discard(self)
         if request_id is None:
             return
+        self._flow.restorer.withdraw(request_id)
         try:
             await self._flow._saver.release([request_id], patience)
         finally:
@@ -357,6 +358,7 @@ class Session:
             span = Span(0, restoration.prefix_tokens)
             self._flow.engine.set_segments(request.id, span, restoration.segments)
         self._tokens, self._keys = list(request.tokens), request.keys
+        self._flow.restorer.offer(request.id, request.keys, self._flow.engine.segments(request.id))
         report.restoration = restoration
         report.cached_tokens = request.resident or restoration.stored_tokens
 

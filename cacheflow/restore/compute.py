@@ -66,6 +66,7 @@ class ComputeDriver:
                 self._record(done)
         except Exception as error:  # whatever the engine raises ends its requests, not the driver
             for work in batch.work:
+                restorer.scheduler.aborted(work)
                 restorer.fail(work.request_id, error)
         finally:
             for job in jobs:
@@ -82,6 +83,7 @@ class ComputeDriver:
             job = self._restorer.job(work.request_id)
             if answer is Claim.WRITE and job is not None and not work.is_suffix:
                 job.recomputed.add((work.tile.index, layer))
+                job.histories[work.tile.index].recomputed.add(layer)
         return answer
 
     def _record(self, done: ComputeDone) -> None:

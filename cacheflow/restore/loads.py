@@ -108,7 +108,7 @@ class LoadDriver:
         restorer = self._restorer
         start = restorer.clock.now()
         stride = restorer.recomputer.layout.layer_stride()
-        job.copies.setdefault(load.tile, set()).update(piece.info for piece in pieces)
+        job.histories[load.tile].copies.update(piece.info for piece in pieces)
         try:
             parts = published_parts(pieces, layers, stride)
             publish = restorer.recomputer.publish(load.request_id, parts)

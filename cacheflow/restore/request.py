@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cacheflow.tiers import Located
     from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, TileGrid
 
-__all__ = ["Job", "Restoration", "RestoreRequest"]
+__all__ = ["Job", "Restoration", "RestoreRequest", "TileHistory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,24 @@ class Restoration:
     """Tokens of the prefix that some tier had."""
     segments: tuple[Segment, ...] = ()
     """Provenance of the restored prefix."""
+    shared_cells: int = 0
+    """Token-layers of the prefix that other requests with the same beginning made ready."""
 
     @property
     def recomputed_share(self) -> float:
         """Share of the prefix's token-layers that was recomputed (0 without a prefix)."""
         total = self.recomputed_cells + sum(self.loaded_cells.values())
         return self.recomputed_cells / total if total else 0.0
+
+
+@dataclass(slots=True)
+class TileHistory:
+    """What was really put into a tile, by whichever of the requests that share it."""
+
+    recomputed: set[int] = field(default_factory=set)
+    """Layers; added to by the compute thread only."""
+    copies: set[ChunkInfo] = field(default_factory=set)
+    """The objects of which bytes were published."""
 
 
 @dataclass(slots=True)
@@ -108,19 +120,50 @@ class Job:
     recomputed: set[tuple[int, int]] = field(default_factory=set)
     """Cells ``(tile, layer)`` that recompute wrote; added to by the compute thread only."""
     loaded: dict[str, int] = field(default_factory=dict)
-    copies: dict[int, set[ChunkInfo]] = field(default_factory=dict)
-    """By tile: the objects of which bytes were published."""
+    histories: list[TileHistory] = field(default_factory=list)
+    """Of each tile of the prefix, from admission on."""
+    shared_tiles: int = 0
+    """Leading tiles that another request had, or was restoring, on arrival."""
+    shares: bool = False
+    """Whether any tile was ever shared, either way."""
     failed: int = 0
     dropped: int = 0
 
+    def lay_out(self, shared_tiles: int, holder: Job | None) -> None:
+        """The tiles are known. The first ones are shared with ``holder``, which restores them; or,
+        without one, are in the KV cache as the grid's own pass computes them."""
+        every = range(self.spec.num_layers)
+        self.shared_tiles = shared_tiles
+        self.shares = shared_tiles > 0
+        if holder is not None:
+            holder.shares = True
+            self.histories = holder.histories[:shared_tiles]
+        else:
+            self.histories = [TileHistory(set(every)) for _ in range(shared_tiles)]
+        self.histories += [TileHistory() for _ in self.spec.tiles[shared_tiles:]]
+
     @property
     def stored_tokens(self) -> int:
-        """Tokens of chunks of which some tier has at least a part."""
-        chunks = self.spec.prefix_tokens // self.spec.chunk_tokens
-        return self.spec.chunk_tokens * sum(
+        """Tokens of chunks of which some tier has at least a part, or another request all."""
+        size = self.spec.chunk_tokens
+        shared = self.shared_tokens // size
+        return self.shared_tokens + size * sum(
             any(located.chunks[chunk] for located in self.located.values())
-            for chunk in range(chunks)
+            for chunk in range(shared, self.spec.prefix_tokens // size)
         )
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the tiles that another request had on arrival."""
+        return self.spec.tiles[self.shared_tiles - 1].stop if self.shared_tiles else 0
+
+    @property
+    def shared_cells(self) -> int:
+        """Token-layers of the prefix that others made ready (0 if it shared none)."""
+        if not self.shares:
+            return 0
+        mine = self.recomputed_cells + sum(self.loaded.values())
+        return max(0, self.spec.prefix_tokens * self.spec.num_layers - mine)
 
     @property
     def recomputed_cells(self) -> int:
@@ -135,9 +178,8 @@ class Job:
         whatever its copies record: what stood before them may have been replaced since.
         """
         segments = []
-        for t, tile in enumerate(self.spec.tiles):
-            layers = sum((t, layer) in self.recomputed for layer in range(self.spec.num_layers))
-            copies = self.copies.get(t, set())
+        for tile, history in zip(self.spec.tiles, self.histories, strict=True):
+            layers, copies = len(history.recomputed), history.copies
             ours = all(info.canonical and info.grid_id == grid_id for info in copies)
             known = layers == self.spec.num_layers or (bool(copies) and ours)
             lossy = any(info.lossy for info in copies)

@@ -16,20 +16,21 @@ from cacheflow.clock import SystemClock
 from cacheflow.errors import ClosedError
 from cacheflow.restore.compute import ComputeDriver
 from cacheflow.restore.loads import LoadDriver
+from cacheflow.restore.prefixes import Prefixes
 from cacheflow.restore.request import Job, Restoration, RestoreRequest
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.tiers import locate
 from cacheflow.types import LookedUp, RestoreEnded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from cacheflow.abc import Recomputer, StorageBackend
     from cacheflow.clock import Clock
     from cacheflow.memory import StagingPool
     from cacheflow.scheduling import BatchScheduler, Policy
     from cacheflow.tiers import Located
-    from cacheflow.types import Event, Observer
+    from cacheflow.types import ChunkKey, Event, Observer, Segment, Tile
 
 __all__ = ["Restorer"]
 
@@ -66,6 +67,7 @@ class Restorer:
         self.load_deadline = load_deadline
         self._observer = observer
         self._jobs: dict[str, Job] = {}
+        self._prefixes = Prefixes(recomputer.grid, recomputer.layout.chunk_tokens)
         self._group: asyncio.TaskGroup | None = None
         self._drivers: list[asyncio.Task[None]] = []
         self.verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="cacheflow-verify")
@@ -109,15 +111,15 @@ class Restorer:
         job = self._register(request)
         outcome = "failed"
         try:
-            await self._look_up(job, policy)
-            self._admit(job, policy)
+            stored = await self._look_up(job, policy)
+            self._admit(job, policy, stored)
             await job.done
             outcome = "restored"
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
         finally:
-            self.scheduler.cancel(job.spec.id)  # now: the compute thread may be about to claim
+            self._take_back(job)  # now: the compute thread may be about to claim
             # Not in the group: it must also run while that is ending. Announced once no thread
             # adds to the job's figures any more.
             try:
@@ -146,22 +148,39 @@ class Restorer:
 
     def changed(self, request_id: str) -> None:
         """Something ended: see whether the request is done, and let every driver look again."""
+        for each in self.scheduler.family(request_id):
+            self._check_done(each)
+        self._kick()
+
+    def _kick(self) -> None:
+        self._compute.kick()
+        for driver in self._loads:
+            driver.kick()
+
+    def _check_done(self, request_id: str) -> None:
         job = self._jobs.get(request_id)
         if job is not None and job.admitted and not job.done.done():
             if job.restored_at is None and self.scheduler.restored(request_id):
                 job.restored_at = self.clock.now()
             if not job.computing and self.scheduler.finished(request_id):
                 job.done.set_result(None)
-        self._compute.kick()
-        for driver in self._loads:
-            driver.kick()
 
     def fail(self, request_id: str, error: BaseException) -> None:
-        """End the request with ``error``."""
-        self.scheduler.cancel(request_id)
+        """End the request with ``error``; those that share its tiles go on."""
         job = self._jobs.get(request_id)
-        if job is not None and not job.done.done():
-            job.done.set_exception(error)
+        if job is not None:
+            self._take_back(job)
+            if not job.done.done():
+                job.done.set_exception(error)
+
+    def offer(self, request_id: str, keys: Sequence[ChunkKey], segments: Sequence[Segment]) -> None:
+        """An open request keeps its KV, computed as ``segments`` say: prompts that begin with the
+        same whole tiles share them from now on, until :meth:`withdraw`."""
+        self._prefixes.offer_resident(request_id, keys, segments)
+
+    def withdraw(self, request_id: str) -> None:
+        """The request's KV is about to go: nobody new shares it."""
+        self._prefixes.withdraw(request_id)
 
     def emit(self, event: Event) -> None:
         """Tell the observer; its failures are logged and never reach a request."""
@@ -181,26 +200,53 @@ class Restorer:
         self._jobs[spec.id] = job
         return job
 
-    async def _look_up(self, job: Job, policy: Policy) -> None:
-        """Ask every tier at once; give them a moment, the late ones are heard when they answer."""
+    async def _look_up(self, job: Job, policy: Policy) -> int | None:
+        """Ask every tier at once; give them a moment, the late ones are heard when they answer.
+
+        How many leading chunks can matter, because nothing behind them is stored; None if unknown.
+        """
         if not (self.channels and job.spec.prefix_tokens and policy.load(0.0, 1.0)):
-            return
+            return None
         asking = [self.group.create_task(self._ask(job, name)) for name in self.channels]
         for task in asking:
             self.spawn(job, task)
         _, late = await asyncio.wait(asking, timeout=_LOOKUP_GRACE)
-        if not late:
-            # What is stored nowhere is suffix: its last tile is then computed in one piece.
-            stored = max((located.reach for located in job.located.values()), default=0)
-            layout, grid = self.recomputer.layout, self.recomputer.grid
-            job.spec = job.request.spec(layout, grid, stored)
+        if late:
+            return None
+        return max((located.reach for located in job.located.values()), default=0)
 
-    def _admit(self, job: Job, policy: Policy) -> None:
-        self.scheduler.admit(job.spec, policy)
+    def _admit(self, job: Job, policy: Policy, stored: int | None) -> None:
+        # Without an await up to here from where the holder was found: it must not go meanwhile.
+        holder, tiles = self._share(job) if policy.shares else (None, ())
+        if stored is not None:
+            # What is stored nowhere is suffix: its last tile is then computed in one piece.
+            layout = self.recomputer.layout
+            held = tiles[-1].stop // layout.chunk_tokens if tiles else 0
+            job.spec = job.request.spec(layout, self.recomputer.grid, max(stored, held))
+        job.lay_out(len(tiles), holder)
+        leader = None if holder is None else holder.spec.id
+        self.scheduler.admit(job.spec, policy, tiles=len(tiles), leader=leader)
         job.admitted = True
+        if policy.shares and job.spec.tiles:
+            self._prefixes.offer(job.spec.id, job.request.keys, job.spec.tiles)
         for located in job.located.values():
             self._extend(job, located)
         self.changed(job.spec.id)
+
+    def _share(self, job: Job) -> tuple[Job | None, Sequence[Tile]]:
+        """Hold the KV memory of whoever has most of the prefix; who restores it, if it is not
+        restored yet, and the tiles."""
+        while found := self._prefixes.find(job.request.keys, job.spec.tiles):
+            holder, tiles = found
+            try:
+                self.recomputer.share(holder, job.spec.id, tiles[-1].stop)
+            except ClosedError:  # it was closed without a word to us
+                self._prefixes.withdraw(holder)
+                continue
+            restoring = self._jobs.get(holder)
+            # One that only goes on from its own KV restores nothing.
+            return restoring if restoring is not None and restoring.spec.tiles else None, tiles
+        return None, ()
 
     def _extend(self, job: Job, located: Located) -> None:
         coverage = located.coverage(self.recomputer.layout)
@@ -229,9 +275,16 @@ class Restorer:
         stop = self.clock.now()
         self.emit(LookedUp(job.spec.id, name, chunks, found, start, stop, reason))
 
+    def _take_back(self, job: Job) -> None:
+        """Nothing more is done for the request; what it was restoring for others is theirs now."""
+        if job.spec.tiles:
+            self._prefixes.withdraw(job.spec.id)
+        self.scheduler.cancel(job.spec.id)
+        self._kick()
+
     async def _settle(self, job: Job) -> None:
         """Take the request out: no task, claim or hidden state of it is left afterwards."""
-        self.scheduler.cancel(job.spec.id)
+        self._take_back(job)
         for task in list(job.loads):
             task.cancel()
         if job.loads:
@@ -263,10 +316,14 @@ class Restorer:
             dropped_loads=job.dropped,
             stored_tokens=job.stored_tokens,
             segments=tuple(job.provenance(self.recomputer.grid_id)),
+            shared_cells=job.shared_cells,
         )
 
     def _announce(self, job: Job, policy: Policy, outcome: str) -> None:
         now = self.clock.now()
+        cells = {"recompute": job.recomputed_cells, **job.loaded}
+        if job.shared_cells:
+            cells["shared"] = job.shared_cells
         self.emit(
             RestoreEnded(
                 request_id=job.spec.id,
@@ -278,6 +335,6 @@ class Restorer:
                 prefix_tokens=job.spec.prefix_tokens,
                 suffix_tokens=sum(piece.width for piece in job.spec.suffix),
                 num_layers=job.spec.num_layers,
-                cells={"recompute": job.recomputed_cells, **job.loaded},
+                cells=cells,
             )
         )

@@ -78,16 +78,33 @@ class BatchScheduler:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def admit(self, request: RequestSpec, policy: Policy) -> None:
-        """Nothing known yet of what is stored: compute may start."""
+    def admit(
+        self, request: RequestSpec, policy: Policy, *, tiles: int = 0, leader: str | None = None
+    ) -> None:
+        """Nothing known yet of what is stored: compute may start.
+
+        ``tiles``: so many leading tiles have their KV where ``leader``, an admitted request that
+        is not cancelled, has it: one of the two restores them for both. Without a ``leader`` they
+        are in the KV cache already.
+        """
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already admitted")
         with self._gate:
+            now = self._clock.now()
             order = policy.order or self._order
             frontier = Frontier(request, policy, self._outlook, pools=order.pools)
             self._requests[request.id] = frontier
-            self._numbers[request.id] = next(self._ids)
-            self._changed(frontier, self._clock.now())
+            self._numbers[request.id] = 2 * next(self._ids)
+            if leader is not None:
+                frontier.join(self._requests[leader], tiles)
+            else:
+                frontier.fill(tiles)
+            self._changed(frontier, now)
+
+    def family(self, request_id: str) -> list[str]:
+        """The request and all that share tiles with it."""
+        frontier = self._requests.get(request_id)
+        return [] if frontier is None else [member.spec.id for member in frontier.family]
 
     def extend_coverage(self, request_id: str, coverage: Coverage) -> None:
         """A tier answered: its channel can deliver these cells."""
@@ -98,7 +115,9 @@ class BatchScheduler:
                 self._channels.setdefault(coverage.channel, Queue())
                 if frontier.policy.plans:
                     frontier.plan(*self._backlog(frontier))
-                self._changed(frontier, self._clock.now())
+                now = self._clock.now()
+                self._lead_if_more_urgent(frontier, now)
+                self._changed(frontier, now)
 
     def cancel(self, request_id: str) -> None:
         """Claim nothing more for the request; claims in progress end on their own."""
@@ -107,13 +126,16 @@ class BatchScheduler:
             with self._gate:
                 frontier.cancelled = True
                 self._forget(frontier)
+                self._changed(frontier, self._clock.now())
 
     def remove(self, request_id: str) -> None:
         """Forget a request whose work has all ended."""
         self.cancel(request_id)
         with self._gate:
-            self._requests.pop(request_id, None)
+            frontier = self._requests.pop(request_id, None)
             self._numbers.pop(request_id, None)
+            if frontier is not None:
+                frontier.part()
 
     def restored(self, request_id: str) -> bool:
         """Whether every cell of the prefix is ready."""
@@ -187,6 +209,15 @@ class BatchScheduler:
                 frontier.computing = False
                 self._changed(frontier, now)
             self._rank_again(now)
+
+    def aborted(self, work: TileWork) -> None:
+        """The engine raised in ``work``: nothing that it claimed there counts as computed. Its
+        request is to be cancelled; those that share its tiles go on."""
+        with self._gate:
+            self._outlook.claimed(None, self._clock.now())
+            frontier = self._requests.get(work.request_id)
+            if frontier is not None:
+                frontier.aborted(work)
 
     def _ask_compute(self, request_id: str, now: float, *, is_first: bool) -> ComputeBatch | None:
         frontier = self._requests[request_id]
@@ -326,14 +357,44 @@ class BatchScheduler:
     # -- queues --------------------------------------------------------------------------------
 
     def _rank(self, frontier: Frontier, resource: str, now: float) -> Rank:
+        """As urgent as the most urgent of those that wait for its cells, and right before it."""
+        rank = self._own_rank(frontier, resource, now)
+        for member in frontier.family if len(frontier.family) > 1 else ():
+            if not member.cancelled and member.leans_on(frontier):
+                priority, key, number = self._own_rank(member, resource, now)
+                rank = min(rank, (priority, key, number - 1))
+        return rank
+
+    def _own_rank(self, frontier: Frontier, resource: str, now: float) -> Rank:
         order = frontier.policy.order or self._order
         key = order.key(frontier, resource, now)
         return -frontier.spec.priority, key, self._numbers[frontier.spec.id]
 
+    def _lead_if_more_urgent(self, frontier: Frontier, now: float) -> None:
+        """The more urgent of two restores what they share, from both of its own ends."""
+        rank = self._own_rank(frontier, COMPUTE, now)
+        while (leader := frontier.leader) is not None:
+            if rank >= self._own_rank(leader, COMPUTE, now):
+                return
+            frontier.take_over()
+
+    def _hand_over(self, frontier: Frontier, now: float) -> None:
+        """Others restore what they shared with a request that goes."""
+        waiting = [m for m in frontier.family if not m.cancelled and m.leader is frontier]
+        if waiting:
+            # Only who shares most with it can go on from there; the others lean on that one then.
+            max(waiting, key=lambda member: member.led).take_over()
+            for member in waiting:
+                self._lead_if_more_urgent(member, now)
+
     def _changed(self, frontier: Frontier, now: float) -> None:
-        """Something of the request ended or became known: every resource may want it again."""
-        if frontier.cancelled:
-            return
+        """Something of the request ended or became known: every resource may want it again, and
+        those that wait for its cells."""
+        for member in frontier.family:
+            if not member.cancelled:
+                self._put_back(member, now)
+
+    def _put_back(self, frontier: Frontier, now: float) -> None:
         frontier.vain_wait = 0.0
         request_id = frontier.spec.id
         if not frontier.computing:
@@ -365,6 +426,7 @@ class BatchScheduler:
         return sum(compute for compute, _ in others), sum(load for _, load in others)
 
     def _forget(self, frontier: Frontier) -> None:
+        self._hand_over(frontier, self._clock.now())
         frontier.leave()
         frontier.turn_compute_away(False)
         self._compute.drop(frontier.spec.id)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from cacheflow.scheduling.ledger import Ledger
 from cacheflow.scheduling.planned import Planned
+from cacheflow.scheduling.sharing import Sharing
 
 __all__ = ["Expectations"]
 
 _INFINITE: Final = float("inf")
 
 
-class Expectations(Ledger):
+class Expectations(Sharing):
     """A ledger that knows what things are expected to take."""
 
     def remaining(self, now: float) -> float:
@@ -95,7 +95,7 @@ class Expectations(Ledger):
                 if seconds is None:
                     return None
                 longest = max(longest, seconds)
-        if self._shared:
+        if self._shared and self._strides:
             nbytes = sum(self._only.values()) + self._shared * max(self._strides.values())
             shared = self._outlook.shared_seconds(self._strides, nbytes)
             return None if shared is None else max(longest, shared)
@@ -106,7 +106,7 @@ class Expectations(Ledger):
         nbytes = self.free_bytes[channel]
         if nbytes and not (alone or self.is_first_to_compute):
             ahead = self._outlook.bytes_ahead[channel]
-            nbytes += ahead - (nbytes if self.compute_turned_away else 0)
+            nbytes += ahead - (self.own_bytes(channel) if self.compute_turned_away else 0)
         return nbytes
 
     def _queued(self, channel: str, nbytes: int) -> int:
@@ -123,8 +123,11 @@ class Expectations(Ledger):
         if self.is_first_to_load:
             return 0.0
         ahead = self._outlook.seconds(self._outlook.work_ahead[channel]) or 0.0
-        own = self._outlook.seconds(self.todo) if channel in self.turned_away else 0.0
-        return ahead - (own or 0.0)
+        own = 0.0
+        if channel in self.turned_away:
+            own = self._outlook.seconds(self.todo) or 0.0
+            own -= self._outlook.seconds(self._led_free) or 0.0
+        return ahead - own
 
     def _compute_to(self, t: int, layer: int, now: float) -> float | None:
         """Seconds until compute would have finished cell ``(t, layer)`` if loads left it alone."""

@@ -48,7 +48,7 @@ class Frontier(Loading):
         if not work.is_suffix:
             t = self.index(work)
             self.tiles[t].running = True
-            self._running |= 1 << t
+            self._refresh(t)
 
     def _candidates(self) -> Iterator[int]:
         """Tiles that compute could go on with, in its order."""
@@ -60,7 +60,7 @@ class Frontier(Loading):
             ]
             yield from (t for _, t in sorted(order))
             return
-        tiles = self._open
+        tiles = self._open >> self.led << self.led
         while tiles:
             t = (tiles & -tiles).bit_length() - 1
             yield t
@@ -75,7 +75,7 @@ class Frontier(Loading):
         if work.is_suffix:
             return self._claim_suffix(work, layer)
         t = self.index(work)
-        if self._by_layers and self._behind(t, layer):
+        if t < self.led or (self._by_layers and self._behind(t, layer)):
             return Claim.REFUSED
         answer = self._decide(t, layer, now)
         if answer is not Claim.REFUSED:
@@ -107,9 +107,20 @@ class Frontier(Loading):
             t = self.index(work)
             state = self.tiles[t]
             state.running = False
-            self._running &= ~(1 << t)
             state.low = next_layer
             self._refresh(t)
+
+    def aborted(self, work: TileWork) -> None:
+        """Compute broke off in ``work``: what it claimed since then may not be there, and the
+        hidden state is lost. For the others that share the tile."""
+        if work.is_suffix:
+            return
+        t = self.index(work)
+        state = self.tiles[t]
+        state.undo(work.first_layer)
+        for member in self.family:
+            member._front = [min(front, t) for front in member._front]
+        self._refresh(t)
 
     def wake_at(self, now: float) -> float:
         """When compute should look again although nothing ended: loads will be too late then."""
@@ -132,7 +143,7 @@ class Frontier(Loading):
         That is: complete tiles that stopped half way, and everything once the request is cancelled.
         """
         last, found = self.spec.num_layers, []
-        for state in self.tiles:
+        for state in self.tiles[self.led :]:
             idle = not state.running and 0 < state.low < last
             if idle and (state.complete or self.cancelled):
                 state.low = last

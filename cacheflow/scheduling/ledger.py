@@ -2,11 +2,15 @@
 
 What is left is kept as sums that change by differences, so that a question costs the same for 1,000
 tokens and for 100,000. Knows the cost models' terms but no costs, and decides nothing.
+
+Requests with the same leading tiles share the state of those tiles (their cells are the same KV),
+and form a family. One of them, the owner of a tile, has it restored; for the others it is *led*:
+it counts in what is left of them, but not in what is left of all requests together.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from cacheflow.scheduling.outlook import Work
 from cacheflow.scheduling.tiles import TileState, bits
@@ -14,15 +18,17 @@ from cacheflow.scheduling.tiles import TileState, bits
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from cacheflow.scheduling.frontier import Frontier
     from cacheflow.scheduling.outlook import Outlook
     from cacheflow.scheduling.policies import Policy
     from cacheflow.scheduling.queue import Rank
     from cacheflow.types import Coverage, Load, RequestSpec
 
-__all__ = ["Ledger"]
+__all__ = ["NOTHING", "Ledger"]
 
 _Counted: TypeAlias = tuple[int, dict[str, int], dict[str, int], int]
 """What of a tile is in the sums: free cells, loadable by channel and by one alone, shared."""
+NOTHING: Final[_Counted] = (0, {}, {}, 0)
 
 
 class Ledger:
@@ -59,6 +65,14 @@ class Ledger:
         """Free cells of the prefix alone."""
         self.free_bytes: dict[str, int] = {}
         """Left to be asked of each channel; cells of several channels count in each."""
+        self.led = 0
+        """How many leading tiles another request has restored."""
+        self.family: list[Frontier] = [cast("Frontier", self)]
+        """All requests that share the first tile, in the order in which they came; one list."""
+        self._led_free = Work()
+        self._led_bytes: dict[str, int] = {}
+        """What of ``free`` and ``free_bytes`` is in led tiles."""
+        self._coverage: dict[str, Coverage] = {}
         self._outlook = outlook
         self._by_layers = policy.by_layers(spec)
         self._whole_tiles = policy.whole_tiles(spec)
@@ -87,7 +101,7 @@ class Ledger:
         self._running = 0
         self._front = [0] * spec.num_layers
         """Per layer: how many leading tiles are ready."""
-        self._counted: list[_Counted] = [(0, {}, {}, 0) for _ in self.tiles]
+        self._counted: list[_Counted] = [NOTHING] * len(self.tiles)
         for t in range(len(self.tiles)):
             self._recount(t)
         for work_of_piece in self._suffix_work:
@@ -96,54 +110,84 @@ class Ledger:
         self._outlook.requests += 1
 
     def _refresh(self, t: int) -> None:
-        self.tiles[t].refresh()
-        self._recount(t)
+        state = self.tiles[t]
+        state.refresh()
+        if len(self.family) == 1:
+            self._recount(t)
+            return
+        for member in self.family:
+            if t < len(member.tiles) and member.tiles[t] is state:
+                member._recount(t)
 
     def _recount(self, t: int) -> None:
         """Bring the sums up to date with what the tile says now."""
         state = self.tiles[t]
-        free, counts, only, shared = self._counted[t]
-        now_free = state.free.bit_count()
-        if now_free != free:
-            self._add_work(self.todo, now_free - free, state.work)
-            self.free.add(now_free - free, state.work)
-        if state.counts != counts or state.only != only:
-            for channel, stride in self._strides.items():
-                delta = (state.counts.get(channel, 0) - counts.get(channel, 0)) * stride
-                self.free_bytes[channel] += delta
-                if not self._left:
-                    self._outlook.all_bytes[channel] += delta
-                if self.compute_turned_away:
-                    self._outlook.bytes_ahead[channel] += delta
-                alone = state.only.get(channel, 0) - only.get(channel, 0)
-                self._only[channel] += alone * stride
-        now_shared = state.union - sum(state.only.values())
-        self._shared += now_shared - shared
-        self._counted[t] = (now_free, state.counts, state.only, now_shared)
+        shared = state.union - sum(state.only.values())
+        self._count(t, (state.free.bit_count(), state.counts, state.only, shared))
         bit = 1 << t
-        self._has_free = self._has_free | bit if now_free else self._has_free & ~bit
-        if state.complete:
-            self._open &= ~bit
+        self._has_free = self._has_free | bit if state.free else self._has_free & ~bit
+        self._open = self._open & ~bit if state.complete else self._open | bit
+        self._running = self._running | bit if state.running else self._running & ~bit
 
-    def _add_work(self, total: Work, count: int, work: tuple[float, float]) -> None:
+    def _count(self, t: int, now: _Counted) -> None:
+        """Put ``now`` in place of what the sums hold of the tile."""
+        free, counts, only, shared = self._counted[t]
+        led, work = t < self.led, self.tiles[t].work
+        if now[0] != free:
+            self._add_work(self.todo, now[0] - free, work, led=led)
+            self.free.add(now[0] - free, work)
+            if led:
+                self._led_free.add(now[0] - free, work)
+        if now[1] != counts or now[2] != only:
+            for channel, stride in self._strides.items():
+                self._add_bytes(
+                    channel, (now[1].get(channel, 0) - counts.get(channel, 0)) * stride, led=led
+                )
+                alone = now[2].get(channel, 0) - only.get(channel, 0)
+                self._only[channel] += alone * stride
+        self._shared += now[3] - shared
+        self._counted[t] = now
+
+    def _add_work(
+        self, total: Work, count: int, work: tuple[float, float], *, led: bool = False
+    ) -> None:
         total.add(count, work)
+        if led:
+            return
         if not self._left:
             self._outlook.all_work.add(count, work)
         for channel in self.turned_away:
             self._outlook.work_ahead[channel].add(count, work)
 
+    def _add_bytes(self, channel: str, nbytes: int, *, led: bool) -> None:
+        self.free_bytes[channel] += nbytes
+        if led:
+            self._led_bytes[channel] += nbytes
+            return
+        if not self._left:
+            self._outlook.all_bytes[channel] += nbytes
+        if self.compute_turned_away:
+            self._outlook.bytes_ahead[channel] += nbytes
+
+    def own_bytes(self, channel: str) -> int:
+        """Left to be asked of ``channel`` for tiles that are not led."""
+        return self.free_bytes[channel] - self._led_bytes[channel]
+
     def turn_compute_away(self, away: bool) -> None:
         """Compute found nothing to do here for now, so others are computed while this one loads."""
         if away != self.compute_turned_away:
             self.compute_turned_away = away
-            for channel, nbytes in self.free_bytes.items():
+            for channel in self.free_bytes:
+                nbytes = self.own_bytes(channel)
                 self._outlook.bytes_ahead[channel] += nbytes if away else -nbytes
 
     def turn_away(self, channel: str, away: bool) -> None:
         """``channel`` found nothing to load here for now: this one is computed first."""
         if away != (channel in self.turned_away):
             (self.turned_away.add if away else self.turned_away.discard)(channel)
-            self._outlook.work_ahead[channel].add_all(self.todo, 1 if away else -1)
+            ahead = self._outlook.work_ahead[channel]
+            ahead.add_all(self.todo, 1 if away else -1)
+            ahead.add_all(self._led_free, -1 if away else 1)
 
     def leave(self) -> None:
         """The request is over: nothing of it counts any more. Idempotent."""
@@ -153,10 +197,11 @@ class Ledger:
         outlook = self._outlook
         outlook.requests -= 1
         outlook.all_work.add_all(self.todo, -1)
+        outlook.all_work.add_all(self._led_free, 1)
         for i, work in enumerate(self._suffix_work):
             outlook.all_suffixes.add(self.suffix_low[i] - self.spec.num_layers, work)
-        for channel, nbytes in self.free_bytes.items():
-            outlook.all_bytes[channel] -= nbytes
+        for channel in self.free_bytes:
+            outlook.all_bytes[channel] -= self.own_bytes(channel)
 
     def extend(self, coverage: Coverage) -> None:
         """A channel answered: it has these layers of these chunks."""
@@ -164,15 +209,21 @@ class Ledger:
         self._outlook.channel(channel)
         if channel not in self._strides:
             self.free_bytes[channel] = self._only[channel] = self._loads[channel] = 0
+            self._led_bytes[channel] = 0
+            for t in range(self.led):  # Counted without this channel so far.
+                self._count(t, NOTHING)
         self._strides[channel] = coverage.stride
-        for t, state in enumerate(self.tiles):
-            state.extend(channel, coverage.layers)
+        self._coverage[channel] = coverage
+        for t in range(self.led):
+            self._recount(t)
+        for t in range(self.led, len(self.tiles)):
+            self.tiles[t].extend(channel, coverage.layers)
             self._refresh(t)
 
     def drop_channel(self, channel: str) -> None:
         """Stop counting on a channel: it is late or broken."""
-        for t, state in enumerate(self.tiles):
-            state.forget(channel)
+        for t in range(self.led, len(self.tiles)):
+            self.tiles[t].forget(channel)
             self._refresh(t)
 
     @property

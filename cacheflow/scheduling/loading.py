@@ -43,7 +43,7 @@ class Loading(Expectations):
 
     def next_reach(self, channel: str, now: float) -> Reach | None:
         """The cells ``channel`` should be asked for next, from the back."""
-        if self.cancelled or not self.free_bytes.get(channel):
+        if self.cancelled or channel not in self._strides or not self.own_bytes(channel):
             return None
         if self._by_layers:
             return self._top_layer(channel, now)
@@ -120,7 +120,7 @@ class Loading(Expectations):
 
     def _allowed(self, t: int, channel: str) -> int:
         state = self.tiles[t]
-        if self._whole_tiles and (state.low or state.running) and not state.must:
+        if t < self.led or (self._whole_tiles and (state.low or state.running) and not state.must):
             return 0
         mask = state.wanted.get(channel, 0)
         if self.heights is not None:

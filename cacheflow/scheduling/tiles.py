@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from cacheflow.types import Load, Span, Tile
 
@@ -157,14 +157,23 @@ class TileState:
 
     def extend(self, channel: str, layers: Sequence[int]) -> None:
         """``channel`` has ``layers[chunk]`` (by absolute index; none where it is too short)."""
+        self._limit(channel, layers, lambda known: self.full)
+
+    def restrict(self, channel: str, layers: Sequence[int]) -> None:
+        """Of what ``channel`` was known to have, ``layers[chunk]`` at most count from now on."""
+        self._limit(channel, layers, lambda known: known)
+
+    def _limit(self, channel: str, layers: Sequence[int], most: Callable[[int], int]) -> None:
         parts = []
         for part in self.parts:
+            bound = most(part.sources.get(channel, 0))
             groups: dict[int, list[int]] = {}
             for chunk in part.chunks:
-                mask = layers[chunk] & self.full if chunk < len(layers) else 0
+                mask = layers[chunk] & bound if chunk < len(layers) else 0
                 groups.setdefault(mask, []).append(chunk)
             for mask, chunks in groups.items():
                 new = part.copy(tuple(chunks))
+                new.sources.pop(channel, None)
                 if mask:
                     new.sources[channel] = mask
                 parts.append(new)
@@ -207,6 +216,14 @@ class TileState:
             if layers:
                 part.sources[load.channel] = layers
         self._copying.pop(load.id, None)
+
+    def undo(self, first_layer: int) -> None:
+        """What compute has written from ``first_layer`` on is void, and so is its hidden state."""
+        loaded = self.full
+        for part in self.parts:
+            loaded &= part.loaded
+        self.ready &= loaded | ((1 << first_layer) - 1)
+        self.running, self.low = False, 0
 
     def _of(self, chunks: Iterable[int]) -> list[Part]:
         """The parts that make up ``chunks``, split off where they were not parts of their own."""

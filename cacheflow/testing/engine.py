@@ -9,8 +9,10 @@ import asyncio
 import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cacheflow.errors import ClosedError
 from cacheflow.types import Claim, ComputeDone, KVLayout, TileGrid
 
 if TYPE_CHECKING:
@@ -20,6 +22,15 @@ if TYPE_CHECKING:
     from cacheflow.types import ComputeBatch, StagedPart, Tile, TileWork
 
 __all__ = ["FakeEngine"]
+
+
+@dataclass(slots=True)
+class _Page:
+    """What the requests that share a tile have in common."""
+
+    cells: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    computed: set[tuple[int, int]] = field(default_factory=set)
+    hidden: dict[int, int] = field(default_factory=dict)
 
 
 class FakeEngine:
@@ -40,12 +51,11 @@ class FakeEngine:
         self.grid_id = f"grid={self.grid.name};fake"
         self.before_layer: Callable[[TileWork, int], None] = lambda work, layer: None
         self.claim_ahead = 0
-        self.published = 0
+        self.published = self.recomputed = 0
+        """Layer blocks of chunks, by loads and by compute."""
         self._layer_seconds = layer_seconds
         self._tokens: dict[str, list[int]] = {}
-        self._cells: dict[str, dict[tuple[int, int], bytes]] = {}
-        self._hidden: dict[str, dict[int, int]] = {}
-        self._computed: dict[str, set[tuple[int, int]]] = {}
+        self._pages: dict[str, dict[int, _Page]] = {}
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="fake-compute")
         self._copy = ThreadPoolExecutor(1, thread_name_prefix="fake-copy")
         self._running: dict[str, int] = {}
@@ -55,9 +65,18 @@ class FakeEngine:
     async def open(self, request_id: str, tokens: Sequence[int]) -> None:
         assert request_id not in self._tokens, "opened twice"
         self._tokens[request_id] = list(tokens)
-        self._cells[request_id] = {}
-        self._hidden[request_id] = {}
-        self._computed[request_id] = set()
+        self._pages[request_id] = {}
+
+    def share(self, source_id: str, request_id: str, tokens: int) -> None:
+        for name in (source_id, request_id):
+            if name not in self._tokens:
+                raise ClosedError(f"request {name!r} is not open")
+        assert self._tokens[source_id][:tokens] == self._tokens[request_id][:tokens]
+        for tile in self.grid.split(0, tokens):
+            assert tile == self.grid.tile(tile.index), "shares a part of a tile"
+            mine = self._page(request_id, tile.start)
+            assert mine == _Page(), "has something of its own already"
+            self._pages[request_id][tile.index] = self._page(source_id, tile.start)
 
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
         loop = asyncio.get_running_loop()
@@ -70,22 +89,36 @@ class FakeEngine:
     async def capture(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         stride = self.layout.layer_stride()
         for part in parts:
+            page = self._page(request_id, part.chunk * self.layout.chunk_tokens)
             for i, layer in enumerate(part.layers):
-                cell = self._cells[request_id][part.chunk, layer]
-                part.view[i * stride : (i + 1) * stride] = cell
+                part.view[i * stride : (i + 1) * stride] = page.cells[part.chunk, layer]
 
     async def discard(self, request_id: str, start: int) -> None:
-        assert self._hidden[request_id].pop(start, None) is not None, "nothing was paused"
+        paused = self._page(request_id, start).hidden.pop(start, None)
+        assert paused is not None, "nothing was paused"
 
     async def close(self, request_id: str) -> None:
         assert not self._running.get(request_id), "closed under running compute"
-        del self._tokens[request_id], self._cells[request_id], self._hidden[request_id]
-        del self._computed[request_id]
+        del self._tokens[request_id], self._pages[request_id]
 
     async def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         self._tokens[request_id] += tokens
 
     # -- for tests -----------------------------------------------------------------------------
+
+    async def prefill(self, request_id: str, start: int = 0, stop: int | None = None) -> None:
+        """All whole chunks of tokens ``[start, stop)`` (default: all), asking nobody."""
+        tokens, size = self._tokens[request_id], self.layout.chunk_tokens
+        for chunk in range(start // size, (len(tokens) if stop is None else stop) // size):
+            page = self._page(request_id, chunk * size)
+            for layer in range(self.layout.num_layers):
+                page.cells[chunk, layer] = self.expected(tokens, chunk, layer)
+
+    @property
+    def paused(self) -> list[tuple[str, int]]:
+        """Tiles stopped half way, by request and first token."""
+        pages = [(name, page) for name, held in self._pages.items() for page in held.values()]
+        return [(name, start) for name, page in pages for start in page.hidden]
 
     @property
     def open_requests(self) -> list[str]:
@@ -103,13 +136,17 @@ class FakeEngine:
 
     def wrong_cells(self, request_id: str, tokens: int) -> list[tuple[int, int]]:
         """Cells ``(chunk, layer)`` of the first ``tokens`` that are missing or wrong."""
-        cells, prompt = self._cells[request_id], self._tokens[request_id]
+        size, prompt = self.layout.chunk_tokens, self._tokens[request_id]
         return [
             (chunk, layer)
-            for chunk in range(tokens // self.layout.chunk_tokens)
+            for chunk in range(tokens // size)
             for layer in range(self.layout.num_layers)
-            if cells.get((chunk, layer)) != self.expected(prompt, chunk, layer)
+            if self._page(request_id, chunk * size).cells.get((chunk, layer))
+            != self.expected(prompt, chunk, layer)
         ]
+
+    def _page(self, request_id: str, token: int) -> _Page:
+        return self._pages[request_id].setdefault(self.grid.index_at(token), _Page())
 
     def shutdown(self) -> None:
         """Stop the threads."""
@@ -127,7 +164,7 @@ class FakeEngine:
             self._running[work.request_id] = 0
 
     def _walk_tile(self, work: TileWork, claim: ClaimLayer) -> ComputeDone:
-        hidden = self._hidden[work.request_id]
+        hidden = self._page(work.request_id, work.tile.start).hidden
         if work.first_layer:
             assert hidden.pop(work.tile.start) == work.first_layer, "hidden state is elsewhere"
         layer, seconds = work.first_layer, []
@@ -149,23 +186,26 @@ class FakeEngine:
         if pause:
             time.sleep(pause)
         size = self.layout.chunk_tokens
-        cells = self._cells[work.request_id]
         for chunk in range(work.tile.start // size):
+            cells = self._page(work.request_id, chunk * size).cells
             assert (chunk, layer) in cells, f"attention over unready cell {chunk, layer}"
+        page = self._page(work.request_id, work.tile.start)
         if answer is Claim.THROUGH:
             for chunk in range(work.tile.start // size, work.tile.stop // size):
-                assert (chunk, layer) in cells, "went through a layer that is not there"
+                assert (chunk, layer) in page.cells, "went through a layer that is not there"
             return
         for chunk in range(work.tile.start // size, work.tile.stop // size):
-            cells[chunk, layer] = self.expected(self._tokens[work.request_id], chunk, layer)
-            self._computed[work.request_id].add((chunk, layer))
+            page.cells[chunk, layer] = self.expected(self._tokens[work.request_id], chunk, layer)
+            page.computed.add((chunk, layer))
+            self.recomputed += 1
 
     def _write_back(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         stride = self.layout.layer_stride()
         for part in parts:
+            page = self._page(request_id, part.chunk * self.layout.chunk_tokens)
             for i, layer in enumerate(part.layers):
-                computed = (part.chunk, layer) in self._computed[request_id]
+                computed = (part.chunk, layer) in page.computed
                 assert not computed, f"published over a computed cell {part.chunk, layer}"
                 block = bytes(part.view[i * stride : (i + 1) * stride])
-                self._cells[request_id][part.chunk, layer] = block
+                page.cells[part.chunk, layer] = block
                 self.published += 1

@@ -111,6 +111,7 @@ class VirtualRun:
         self._computing: TileWork | None = None
         self._pending: set[str] = set()
         self._flying: Counter[str] = Counter()
+        self._admitted: set[str] = set()
         self._over: set[str] = set()
         self._wakes = 0
 
@@ -119,11 +120,15 @@ class VirtualRun:
         heapq.heappush(self._events, (when, next(self._order), action))
 
     def arrive(
-        self, spec: RequestSpec, coverage: Sequence[Coverage] = (), policy: str = "adaptive"
+        self,
+        spec: RequestSpec,
+        coverage: Sequence[Coverage] = (),
+        policy: str = "adaptive",
+        alike: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """The request will be admitted at ``spec.arrival``."""
+        """The request will be admitted at ``spec.arrival``; ``alike``: see :meth:`admit`."""
         self._pending.add(spec.id)
-        self.at(spec.arrival, lambda: self.admit(spec, coverage, policy))
+        self.at(spec.arrival, lambda: self.admit(spec, coverage, policy, alike))
 
     def cancel(self, request_id: str) -> None:
         """Cancel an admitted request now; it counts as over."""
@@ -133,11 +138,25 @@ class VirtualRun:
             self._retire(request_id)
 
     def admit(
-        self, spec: RequestSpec, coverage: Sequence[Coverage] = (), policy: str = "adaptive"
+        self,
+        spec: RequestSpec,
+        coverage: Sequence[Coverage] = (),
+        policy: str = "adaptive",
+        alike: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """A request arrives now; its lookups answer at once."""
+        """A request arrives now; its lookups answer at once.
+
+        ``alike``: requests with so many leading tiles like its own; of those that are under way
+        the one with most shares them.
+        """
         self._pending.discard(spec.id)
-        self.scheduler.admit(spec, load_policy(policy))
+        live = [(tiles, name) for name, tiles in alike if self._is_live(name)]
+        tiles, leader = max(live, default=(0, ""))
+        if tiles:
+            self.scheduler.admit(spec, load_policy(policy), tiles=tiles, leader=leader)
+        else:
+            self.scheduler.admit(spec, load_policy(policy))
+        self._admitted.add(spec.id)
         for each in coverage:
             self.scheduler.extend_coverage(spec.id, each)
 
@@ -180,6 +199,9 @@ class VirtualRun:
                 self.finished_at[request] = self.clock.now()
                 self._over.add(request)
                 self._retire(request)
+
+    def _is_live(self, request_id: str) -> bool:
+        return request_id in self._admitted and request_id not in self._over
 
     def _works_on(self, request_id: str) -> bool:
         return self._computing is not None and self._computing.request_id == request_id

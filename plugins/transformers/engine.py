@@ -190,6 +190,10 @@ class TransformersEngine:
         while request is not None and request.busy:
             await asyncio.wait(list(request.busy))
 
+    def share(self, source_id: str, request_id: str, tokens: int) -> None:
+        """See :meth:`cacheflow.abc.Recomputer.share`."""
+        self._requests.share(source_id, request_id, tokens)
+
     # -- compute -------------------------------------------------------------------------------
 
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
@@ -223,7 +227,7 @@ class TransformersEngine:
     async def discard(self, request_id: str, start: int) -> None:
         """See :meth:`cacheflow.abc.Recomputer.discard`."""
         if request_id in self._requests:
-            self._requests.get(request_id).paused.pop(start, None)
+            self._requests.get(request_id).page_at(start).paused.pop(start, None)
 
     async def first_token(self, request_id: str) -> int:
         """See :meth:`cacheflow.abc.Engine.first_token`."""

@@ -8,7 +8,7 @@ arithmetic however the pages came to be, and forks share whole pages. Knows no r
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,15 @@ from cacheflow.errors import CapacityError
 if TYPE_CHECKING:
     from cacheflow.types import KVLayout, Tile, TileGrid
 
-__all__ = ["Page", "PagePool"]
+__all__ = ["Page", "PagePool", "Paused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A tile stopped before ``layer``: ``hidden [1, n, hidden_size]`` is that layer's input."""
+
+    hidden: torch.Tensor
+    layer: int
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +38,9 @@ class Page:
     """``[L, 2, Hkv, width, D]`` in the layout's dtype."""
     users: int = 1
     """Requests that hold the page."""
+    paused: dict[int, Paused] = field(default_factory=dict)
+    """Tiles (pieces of one) stopped half way, by their first token; the compute thread's, one tile
+    at a time. Here, not with a request: whoever shares the page can go on with it."""
 
     @property
     def width(self) -> int:
@@ -96,6 +107,7 @@ class PagePool:
         page.users -= 1
         if page.users:
             return
+        page.paused.clear()
         nbytes = page.width * self._layout.token_bytes
         self.used_bytes -= nbytes
         self._free_bytes += nbytes

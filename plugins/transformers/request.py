@@ -16,27 +16,17 @@ if TYPE_CHECKING:
     from cacheflow.plugins.transformers.pages import Page, PagePool
     from cacheflow.types import TileGrid
 
-__all__ = ["OpenRequest", "Paused"]
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """A tile stopped before ``layer``: ``hidden [1, n, hidden_size]`` is that layer's input."""
-
-    hidden: torch.Tensor
-    layer: int
+__all__ = ["OpenRequest"]
 
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """Loop-owned, except ``paused`` and ``last`` (compute thread, one tile at a time)."""
+    """Loop-owned, except ``last`` (compute thread)."""
 
     id: str
     grid: TileGrid
     tokens: list[int]
     pages: list[Page] = field(default_factory=list)
-    paused: dict[int, Paused] = field(default_factory=dict)
-    """By first token of the tile."""
     last: torch.Tensor | None = None
     """Logits ``[vocabulary]`` after the last token (fp32, on the CPU), once computed."""
     segments: list[Segment] = field(default_factory=list)
@@ -59,7 +49,6 @@ class OpenRequest:
         """Give the pages back, if nothing on the lanes touches them any more. Idempotent."""
         if self.busy:
             return
-        self.paused.clear()
         self.last = None
         self.shrink(pool, 0)
 

@@ -74,6 +74,21 @@ class RequestTable:
         self._requests[request_id] = made
         return made
 
+    def share(self, source_id: str, request_id: str, tokens: int) -> None:
+        """Hold the source's pages: see :meth:`cacheflow.abc.Recomputer.share`."""
+        source, request = self.get(source_id), self.get(request_id)
+        if source.tokens[:tokens] != request.tokens[:tokens]:
+            raise ValueError(
+                f"{source_id!r} and {request_id!r} differ in the first {tokens} tokens"
+            )
+        pages = self._grid.index_at(tokens - 1) + 1
+        if self._grid.start(pages) != tokens:
+            raise ValueError(f"{tokens} tokens are no whole tiles")
+        shared = [self._pool.share(page) for page in source.pages[:pages]]
+        for page in request.pages[:pages]:
+            self._pool.give(page)
+        request.pages[:pages] = shared
+
     def append(self, requests: Sequence[OpenRequest], tokens: Sequence[Sequence[int]]) -> None:
         """Add tokens to each request, or to none."""
         for request, more in zip(requests, tokens, strict=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from cacheflow.plugins.transformers.attention import RowBlock, Rows, Tile, current_reach
-from cacheflow.plugins.transformers.request import Paused
+from cacheflow.plugins.transformers.pages import Paused
 from cacheflow.types import Claim, ComputeDone
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Walker:
         return logits
 
     def _begin(self, request: OpenRequest, work: TileWork) -> torch.Tensor:
-        paused = request.paused.pop(work.tile.start, None)
+        paused = request.page_at(work.tile.start).paused.pop(work.tile.start, None)
         if work.first_layer == 0:
             ids = self._streams.upload(request.tokens[work.tile.start : work.tile.stop])
             embedded: torch.Tensor = self._body.embed_tokens(ids.unsqueeze(0))
@@ -140,7 +140,8 @@ class Walker:
     def _end(self, request: OpenRequest, work: TileWork, hidden: torch.Tensor, layer: int) -> None:
         if layer < self.num_layers:
             if layer > 0:
-                request.paused[work.tile.start] = Paused(hidden, layer)
+                page = request.page_at(work.tile.start)
+                page.paused[work.tile.start] = Paused(hidden, layer)
         elif work.tile.stop == len(request.tokens):
             # Here and now: on its own it would queue behind the next request's tile.
             request.last = self.logits(hidden[:, -1:])[0, -1].float().cpu()

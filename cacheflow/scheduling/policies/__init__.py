@@ -48,6 +48,11 @@ class Policy(Protocol):
         """Whether the suffix starts under the last loads, which then come by layer."""
         ...
 
+    @property
+    def shares(self) -> bool:
+        """Whether requests that begin alike are restored once, by one of them for all."""
+        ...
+
     def whole_tiles(self, spec: RequestSpec) -> bool:
         """Whether a tile is either recomputed or loaded, never split by layer."""
         ...

@@ -31,6 +31,7 @@ class Adaptive:
     hedges: ClassVar[bool] = True
     overlaps: ClassVar[bool] = True
     plans: ClassVar[bool] = False
+    shares: ClassVar[bool] = True
 
     def whole_tiles(self, spec: RequestSpec) -> bool:
         return False

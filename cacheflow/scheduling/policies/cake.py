@@ -27,6 +27,7 @@ class Greedy:
     hedges: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
     plans: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
 
     def whole_tiles(self, spec: RequestSpec) -> bool:
         return True

@@ -22,12 +22,6 @@ class RigEngine(FakeEngine):
     identity = {"model": "fake"}  # noqa: RUF012 (read only)
     layer_flops = (1.0, 1e-3)
 
-    async def prefill(self, request_id: str, start: int, stop: int) -> None:
-        for chunk in range(start // CHUNK, stop // CHUNK):
-            for layer in range(self.layout.num_layers):
-                tokens = self._tokens[request_id]
-                self._cells[request_id][chunk, layer] = self.expected(tokens, chunk, layer)
-
     def segments(self, request_id: str) -> tuple[Any, ...]:
         return ()
 

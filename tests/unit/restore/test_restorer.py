@@ -77,7 +77,7 @@ class Rig:
         assert self.restorer._jobs == {}
         assert self.restorer.scheduler._requests == {}
         assert self.restorer.scheduler.channel("store").in_flight == 0
-        assert all(not paused for paused in self.engine._hidden.values())
+        assert self.engine.paused == []
 
 
 @asynccontextmanager

@@ -38,9 +38,7 @@ class Engine(FakeEngine):
     async def computed(self, name: str, history: tuple[Segment, ...]) -> None:
         await self.open(name, TOKENS)
         self.histories[name] = history
-        for chunk in range(len(TOKENS) // self.layout.chunk_tokens):
-            for layer in range(self.layout.num_layers):
-                self._cells[name][chunk, layer] = self.expected(TOKENS, chunk, layer)
+        await self.prefill(name)
 
     def segments(self, request_id: str) -> tuple[Segment, ...]:
         return self.histories[request_id]

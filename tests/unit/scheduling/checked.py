@@ -38,15 +38,34 @@ class Checked:
         self._parts: set[tuple[str, int, int]] = set()
         self._granted: dict[int, int] = {}
         self._hidden: dict[tuple[str, int], int] = {}
+        self._homes: dict[tuple[str, int], str] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     # -- requests ------------------------------------------------------------------------------
 
-    def admit(self, request: RequestSpec, policy: Policy) -> None:
+    def admit(
+        self, request: RequestSpec, policy: Policy, *, tiles: int = 0, leader: str | None = None
+    ) -> None:
         self.specs[request.id] = request
-        self.inner.admit(request, policy)
+        if leader is not None:
+            self._live(leader)
+            for tile in request.tiles[:tiles]:
+                self._homes[request.id, tile.index] = self.home(leader, tile.index)
+        self.inner.admit(request, policy, tiles=tiles, leader=leader)
+
+    def home(self, request_id: str, tile: int) -> str:
+        """The request under whose name the cells of this tile are written down: one name for all
+        that share them."""
+        return self._homes.get((request_id, tile), request_id)
+
+    def _place(self, request_id: str, start: int) -> tuple[str, int]:
+        """Where the hidden state of the tile that begins at ``start`` is."""
+        for tile in self.specs[request_id].tiles:
+            if tile.start == start:
+                return self.home(request_id, tile.index), start
+        return request_id, start
 
     def extend_coverage(self, request_id: str, coverage: Coverage) -> None:
         self._strides[request_id, coverage.channel] = coverage.stride
@@ -81,13 +100,14 @@ class Checked:
         """Cells of the prefix that nobody has made ready."""
         spec = self.specs[request_id]
         cells = ((t.index, layer) for t in spec.tiles for layer in range(spec.num_layers))
-        return sum((request_id, tile, layer) not in self.written for tile, layer in cells)
+        home = self.home
+        return sum((home(request_id, t), t, layer) not in self.written for t, layer in cells)
 
     def paused_tiles(self, request_id: str) -> list[int]:
         named = self.inner.paused_tiles(request_id)
         assert len(named) == len(set(named)), "a tile's hidden state is dropped twice"
         for start in named:
-            assert self._hidden.pop((request_id, start), 0), "no hidden state to drop"
+            assert self._hidden.pop(self._place(request_id, start), 0), "no hidden state to drop"
         return named
 
     # -- compute -------------------------------------------------------------------------------
@@ -96,7 +116,7 @@ class Checked:
         batch = self.inner.next_compute(now)
         for work in batch.work if batch is not None else ():
             self._live(work.request_id)
-            held = self._hidden.get((work.request_id, work.tile.start), 0)
+            held = self._hidden.get(self._place(work.request_id, work.tile.start), 0)
             assert held == work.first_layer, "the hidden state is at another layer"
         return batch
 
@@ -105,7 +125,7 @@ class Checked:
         if answer is not Claim.REFUSED:
             self._live(work.request_id)
             self._check_attention(work, layer)
-            place = work.request_id, work.tile.start
+            place = self._place(work.request_id, work.tile.start)
             assert self._hidden.get(place, 0) == layer, "no hidden state to go on from"
             self._hidden[place] = layer + 1
             if not work.is_suffix:
@@ -116,27 +136,27 @@ class Checked:
         spec = self.specs[work.request_id]
         for tile in spec.tiles:
             if tile.start < work.tile.start:
-                cell = (spec.id, tile.index, layer)
+                cell = (self.home(spec.id, tile.index), tile.index, layer)
                 assert cell in self.written, "attention would read an unready cell"
         for piece in spec.suffix:
             if work.is_suffix and piece.start < work.tile.start:
                 assert self._hidden.get((spec.id, piece.start), 0) > layer, "suffix out of order"
 
     def _check_write(self, work: TileWork, layer: int, answer: Claim) -> None:
-        cell = (work.request_id, work.tile.index, layer)
+        cell = (self.home(work.request_id, work.tile.index), work.tile.index, layer)
         if answer is Claim.THROUGH:
             assert cell in self.written, "passed through a cell that is not ready"
             return
         assert cell not in self.written, "a cell is written twice"
         for load_id, granted in self._granted.items():
             load = self.flying[load_id]
-            same = (load.request_id, load.tile) == cell[:2]
+            same = (self.home(load.request_id, load.tile), load.tile) == cell[:2]
             assert not (same and granted >> layer & 1), "written under a copy"
         self.written[cell] = "recompute"
 
     def computed(self, done: ComputeDone) -> None:
         work = done.work
-        held = self._hidden.get((work.request_id, work.tile.start), 0)
+        held = self._hidden.get(self._place(work.request_id, work.tile.start), 0)
         assert held == done.next_layer
         self.inner.computed(done)
 
@@ -157,14 +177,15 @@ class Checked:
         tile = next(tile for tile in spec.tiles if tile.index == load.tile)
         stride = self._strides[load.request_id, load.channel]
         assert load.nbytes == len(load.layers) * len(load.chunks) * stride > 0
-        others = [o for o in self.flying.values() if o.request_id == load.request_id]
+        home = self.home(spec.id, load.tile)
+        others = [o for o in self.flying.values() if self.home(o.request_id, o.tile) == home]
         for layer in load.layers:
-            assert (spec.id, load.tile, layer) not in self.written, "loads what is ready"
+            assert (home, load.tile, layer) not in self.written, "loads what is ready"
             for chunk in load.chunks:
                 assert tile.start <= chunk * spec.chunk_tokens < tile.stop
                 stored = self._stored.get((spec.id, load.channel, chunk), 0)
                 assert stored >> layer & 1, "asks for what the channel does not have"
-                assert (spec.id, chunk, layer) not in self._parts, "loads a part twice"
+                assert (home, chunk, layer) not in self._parts, "loads a part twice"
                 twice = any(chunk in o.chunks and layer in o.layers for o in others)
                 assert not twice, "asks for a part that is on its way"
 
@@ -172,7 +193,7 @@ class Checked:
         granted = self.inner.commit(load)
         for layer in load.layers:
             if granted >> layer & 1:
-                cell = (load.request_id, load.tile, layer)
+                cell = (self.home(load.request_id, load.tile), load.tile, layer)
                 assert cell not in self.written, "a load would overwrite a cell"
         mask = sum(1 << layer for layer in load.layers)
         assert granted & ~mask == 0, "granted what was not loaded"
@@ -191,10 +212,11 @@ class Checked:
         spec = self.specs[load.request_id]
         tile = next(tile for tile in spec.tiles if tile.index == load.tile)
         chunks = range(tile.start // spec.chunk_tokens, -(-tile.stop // spec.chunk_tokens))
+        home = self.home(spec.id, load.tile)
         for layer in (layer for layer in load.layers if layers >> layer & 1):
-            self._parts.update((spec.id, chunk, layer) for chunk in load.chunks)
-            if all((spec.id, chunk, layer) in self._parts for chunk in chunks):
-                cell = (spec.id, load.tile, layer)
+            self._parts.update((home, chunk, layer) for chunk in load.chunks)
+            if all((home, chunk, layer) in self._parts for chunk in chunks):
+                cell = (home, load.tile, layer)
                 assert cell not in self.written, "a cell is written twice"
                 self.written[cell] = load.channel
 
