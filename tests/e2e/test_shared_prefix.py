@@ -142,9 +142,9 @@ async def test_many_at_once_say_what_each_says_alone(model_folder: Path, tmp_pat
             tasks[i].cancel()
         async with asyncio.timeout(60):
             together = await asyncio.gather(*tasks, return_exceptions=True)
-        for i, (tokens, expected) in enumerate(zip(together, alone, strict=True)):
+        for i, (made, expected) in enumerate(zip(together, alone, strict=True)):
             if i not in (0, 9, 18):
-                assert tokens == expected, i
+                assert made == expected, i
 
 
 @pytest.mark.parametrize("reads", [1, 2, 4, 7])

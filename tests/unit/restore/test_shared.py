@@ -217,7 +217,8 @@ async def test_compute_that_breaks_under_the_leader_counts_for_nobody(layer: int
 async def test_a_copy_that_breaks_under_the_leader_counts_for_nobody() -> None:
     """`publish` raises for one request: it ends, its cells are made ready by another."""
     async with rig() as r:
-        real, broken = r.engine.publish, []
+        real = r.engine.publish
+        broken: list[str] = []
 
         async def publish(request_id: str, parts: Sequence[StagedPart]) -> None:
             if not broken:
