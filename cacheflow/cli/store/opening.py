@@ -21,6 +21,7 @@ from cacheflow.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from cacheflow.settings import TierSettings
     from cacheflow.types import ChunkInfo, ObjectKey
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "parse_seconds",
     "remove",
     "scan",
+    "tier_of",
 ]
 
 Folder: TypeAlias = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
@@ -103,13 +105,18 @@ async def opened(folder: Path) -> AsyncIterator[DiskStore]:
 
 
 def _limits(folder: Path) -> dict[str, Any]:
-    """Cap and floor as the settings (CACHEFLOW_TIERS) have them for this folder."""
+    tier = tier_of(folder)
+    names = ("max_bytes", "min_free_bytes")
+    return {name: tier.options[name] for name in names if name in tier.options} if tier else {}
+
+
+def tier_of(folder: Path) -> TierSettings | None:
+    """The tier of the settings (CACHEFLOW_TIERS) that has this folder."""
     for tier in Settings().tiers:
         path = tier.options.get("path")
-        if tier.backend == "nvme" and path and Path(path).expanduser().absolute() == _full(folder):
-            names = ("max_bytes", "min_free_bytes")
-            return {name: tier.options[name] for name in names if name in tier.options}
-    return {}
+        if tier.backend == "nvme" and path and _full(Path(path)) == _full(folder):
+            return tier
+    return None
 
 
 def _full(folder: Path) -> Path:

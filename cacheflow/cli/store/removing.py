@@ -22,6 +22,7 @@ from cacheflow.cli.store.opening import (
     parse_seconds,
     remove,
     scan,
+    tier_of,
 )
 from cacheflow.errors import ConfigError
 from cacheflow.kv import tenant_id
@@ -102,10 +103,12 @@ def gc(
 ) -> None:
     """Tidy up: what is too old, then the oldest until the store is within its cap or --to.
 
-    The cap is the one that CACHEFLOW_TIERS has for this folder, else the default. What processes
-    that are gone left unfinished is removed too, by opening the store.
+    Cap and age are those of the tier that CACHEFLOW_TIERS has for this folder, else the default cap
+    and no age. What dead processes left unfinished is removed too, by opening the store.
     """
-    chosen, used, limit = run(_surplus(folder, to, older_than))
+    tier = tier_of(folder)
+    ttl = tier.ttl if tier is not None and older_than is None else older_than
+    chosen, used, limit = run(_surplus(folder, to, ttl))
     nbytes = sum(file.nbytes for file in chosen)
     if chosen:
         confirm(f"remove {len(chosen)} objects ({human_bytes(nbytes)})?", yes=yes)
@@ -130,7 +133,10 @@ async def _surplus(
     async with opened(folder) as backend:
         room = await backend.room()
         files = [file for file in await backend.files() if file.key is not None]
-    limit = room.cap if to is None else to
+    tier = tier_of(folder)
+    capacity = tier.capacity_bytes if tier is not None else None
+    cap = room.cap if capacity is None else min(room.cap, capacity)
+    limit = cap if to is None else to
     oldest = time.time() - older_than if older_than is not None else float("-inf")
     chosen, left = [], room.used
     for file in sorted(files, key=lambda file: file.modified):

@@ -289,13 +289,16 @@ def test_gc_says_what_it_does_not_understand(store: Path, arguments: tuple[str, 
 
 
 def test_limits_come_from_the_settings(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`stat` shows, and `gc` keeps to, the cap of the tier that has the folder."""
+    """`stat` shows, and `gc` keeps to, the cap and the age of the tier that has the folder."""
     size = object_files(store)[0].stat().st_size
     options = {"path": str(store), "max_bytes": 3 * size, "min_free_bytes": 7}
     tiers = [{"name": "disk", "backend": "nvme", "options": options}]
     monkeypatch.setenv("CACHEFLOW_TIERS", json.dumps(tiers))
     totals = figures("stat", store)
     assert (totals["cap_bytes"], totals["floor_bytes"]) == (3 * size, 7)
+    assert figures("gc", store, "--yes")["removed"] == 1
+    os.utime(object_files(store)[0], (1e9, 1e9))
+    monkeypatch.setenv("CACHEFLOW_TIERS", json.dumps([tiers[0] | {"ttl": 3600}]))
     assert figures("gc", store, "--yes")["removed"] == 1
 
 
