@@ -30,15 +30,14 @@ from cacheflow.costs import (
 from cacheflow.errors import ConfigError
 from cacheflow.kv import Stamp, chunk_keys, extend_keys, key_root, model_id, tenant_id
 from cacheflow.memory import StagingPool
-from cacheflow.registry import load_backend
 from cacheflow.restore import Restoration, Restorer, RestoreRequest
 from cacheflow.restore.saver import STAGING_OWNER, Saver
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.settings import Settings
-from cacheflow.tiers import Guarded
+from cacheflow.tiers.opening import open_tiers
 from cacheflow.tiers.planned import PlannedWrites
 from cacheflow.tiers.staged import STAGED_CHANNEL, StagedCopies
-from cacheflow.tiers.tier import Tier
+from cacheflow.tiers.value import CostValue
 from cacheflow.tiers.write_policies import WriteAll
 from cacheflow.types import Span
 
@@ -127,8 +126,10 @@ class CacheFlow:
         clock = SystemClock()
         async with AsyncExitStack() as stack:
             tiers = settings.tiers if backends is None else ()
+            costs = compute or ComputeModel(*engine.layer_flops)
+            value = CostValue(costs, engine.layout, engine.grid)
             if backends is None:
-                backends = await _open_tiers(settings, stack, clock, observer or _ignore)
+                backends = await open_tiers(settings, stack, value, clock, observer or _ignore)
             channels: dict[str, StorageBackend] = dict(backends)
             staged = StagedCopies(backends)
             if STAGED_CHANNEL in channels:
@@ -138,7 +139,6 @@ class CacheFlow:
             pool = _staging(settings.staging_bytes, channels, engine, len(backends))
             stack.push_async_callback(pool.aclose)
             stack.push_async_callback(staged.aclose)
-            costs = compute or ComputeModel(*engine.layer_flops)
             scheduler = BatchScheduler(
                 costs,
                 clock,
@@ -146,6 +146,7 @@ class CacheFlow:
                 max_load_bytes=settings.staging_bytes // (8 * (len(channels) + 1)),
                 claim_ahead=engine.claim_ahead,
             )
+            value.loads_over(scheduler.channel(name) for name in backends)
             if compute is None and settings.keep_costs:
                 kept = _kept_costs(settings, tiers, engine, costs, scheduler)
                 await stack.enter_async_context(_keeping(kept))
@@ -446,26 +447,6 @@ async def _keep(kept: KeptCosts) -> None:
         await asyncio.sleep(_KEEP_SECONDS)
         if save := kept.to_save():
             await asyncio.to_thread(save)
-
-
-async def _open_tiers(
-    settings: Settings, stack: AsyncExitStack, clock: Clock, observer: Observer
-) -> dict[str, StorageBackend]:
-    """Each backend of the settings, guarded, with its index, capacity and eviction in front."""
-    backends: dict[str, StorageBackend] = {}
-    for tier in settings.tiers:
-        if tier.name in backends:
-            raise ConfigError(f"setting tiers: two tiers are called {tier.name!r}")
-        # Finding and importing a backend reads the disk.
-        kind = await asyncio.to_thread(load_backend, tier.backend)
-        opened = await kind.open(tier.options)
-        guarded = Guarded(
-            opened, tier.name, deadline=settings.load_deadline, clock=clock, observer=observer
-        )
-        backend = await Tier.over(guarded, tier, clock=clock, observer=observer)
-        stack.push_async_callback(backend.aclose)
-        backends[tier.name] = backend
-    return backends
 
 
 def _ignore(event: Event) -> None:

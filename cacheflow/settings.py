@@ -44,8 +44,8 @@ class TierSettings(BaseModel):
     capacity_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
     """Most bytes of objects; more evict others. None: as many as the backend takes, which has a cap
     of its own (docs/tiers.md says which)."""
-    eviction: Literal["lru", "s3fifo", "cost-aware"] = "lru"
-    """What leaves first."""
+    eviction: Literal["lru", "s3fifo", "cost-aware"] = "cost-aware"
+    """What leaves first: docs/tiers.md says how each decides."""
     ttl: float | None = Field(default=None, gt=0)
     """Seconds after which a stored object is gone, used or not. None: it may stay for ever."""
     tenant_quota_bytes: ByteSize | None = Field(default=None, ge=1 << 20)

@@ -23,6 +23,8 @@ class Entry:
     """First token of the segment in which the object's first token was computed."""
     stop: int
     """Behind the last token of the segment in which its last token was computed."""
+    cells: int
+    """Token-layers."""
     stored: float
     last_use: float
     uses: int = 0
@@ -48,4 +50,5 @@ def entry_of(info: ChunkInfo, now: float) -> Entry:
     segments = info.segments
     start = segments[0].start if segments else 0
     stop = segments[-1].stop if segments else info.layout.chunk_tokens
-    return Entry(info.key, info.nbytes, info.tenant_id, start, stop, now, now)
+    cells = info.layout.chunk_tokens * len(info.key.layers)
+    return Entry(info.key, info.nbytes, info.tenant_id, start, stop, cells, now, now)

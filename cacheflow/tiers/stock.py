@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     from cacheflow.tiers.changes import Look
     from cacheflow.tiers.entry import Entry
     from cacheflow.tiers.value import Value
-    from cacheflow.types import ChunkInfo, Event, Hold, ObjectKey, Observer
+    from cacheflow.types import ChunkInfo, ChunkKey, Event, Hold, ObjectKey, Observer
 
 __all__ = ["Stock", "heard"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _CLOSE_SECONDS: Final = 5.0
+_MOST_MISSED: Final = 16384
+"""Misses that are remembered until they are stored, as a rule moments later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +69,31 @@ class Stock:
         self.suspects = 0
         """How often the backend did not list what the index has, since the last scan."""
         self._doubts: dict[ObjectKey, _Doubt] = {}
+        self._missed: dict[ChunkKey, float] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
         self._observer = observer
 
     # -- coming --------------------------------------------------------------------------------
 
-    def arrived(self, info: ChunkInfo, evidence: float = 1.0) -> Entry:
+    def arrived(self, info: ChunkInfo) -> Entry:
         """``info`` is in the backend now."""
         self._decided(info.key)
         entry = entry_of(info, self.clock.now())
-        entry.worth = self.value.per_byte(entry.start, entry.stop, entry.nbytes)
-        self.catalogue.put(entry, evidence)
+        entry.worth = self.worth(entry)
+        self.catalogue.put(entry, self._missed.pop(info.key.chunk, 1.0))
         return entry
+
+    def missed(self, chunk: ChunkKey, evidence: float) -> None:
+        """A lookup found nothing of ``chunk``: should it be stored, so much speaks for it."""
+        self._missed.pop(chunk, None)
+        if evidence < 1.0:
+            self._missed[chunk] = evidence
+            if len(self._missed) > _MOST_MISSED:
+                del self._missed[next(iter(self._missed))]
+
+    def worth(self, entry: Entry) -> float:
+        """What one use of it saves, per byte, by what is known now."""
+        return self.value.per_byte(entry.start, entry.stop, entry.cells, entry.nbytes)
 
     def doubt(
         self, key: ObjectKey, nbytes: int, tenant: bytes, holds: tuple[Hold, ...] = ()

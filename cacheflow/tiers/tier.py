@@ -123,6 +123,8 @@ class Tier(StorageBackend):
             listed: list[Sequence[ChunkInfo]] = []
             for key, weight in zip(keys, evidence, strict=True):
                 answer = answers.get(key, ())
+                if not answer:
+                    self._stock.missed(key, weight)
                 self._suspect(key, answer)
                 infos = [info for info in answer if self._is_current(info, now)]
                 for info in infos:
@@ -246,8 +248,7 @@ class Tier(StorageBackend):
 
     def _use(self, entry: Entry | None, now: float, weight: float) -> None:
         if entry is not None:
-            worth = self._stock.value.per_byte(entry.start, entry.stop, entry.nbytes)
-            entry.worth = worth
+            entry.worth = self._stock.worth(entry)
             self.catalogue.touch(entry, now, weight)
             self.catalogue.holds.lease(entry, now + self.settings.lease_seconds)
 

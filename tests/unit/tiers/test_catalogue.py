@@ -73,7 +73,7 @@ class Machine(RuleBasedStateMachine):
             self.c.release(nbytes, tenant)
             if is_stored:
                 key = object_key(number)
-                entry = Entry(key, nbytes, tenant, 0, 32, self.now, self.now)
+                entry = Entry(key, nbytes, tenant, 0, 32, 96, self.now, self.now)
                 self.c.put(entry)
                 assert self.c.find(key) is entry
 

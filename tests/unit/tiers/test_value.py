@@ -1,0 +1,89 @@
+"""What an object is worth: dearer further back, nothing where every restore recomputes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheflow.costs import ChannelModel, ChannelProfile, ComputeModel, ComputeProfile
+from cacheflow.testing.objects import make_object
+from cacheflow.tiers.value import CostValue, chance_of_loading
+from cacheflow.types import KVLayout, Tile, TileGrid, TransferStatus
+from tests.unit.tiers.shelf import Shelf, rig
+
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, dtype="float32", chunk_tokens=256)
+GRID = TileGrid()
+
+
+def value(bandwidth: float | None) -> CostValue:
+    """A token costs 1 us a layer at position 0 and 2 us at 8,192."""
+    compute = ComputeModel(1.0, 1 / 8192)
+    compute.prime(ComputeProfile(launch=0.0, linear=1e-6, attention=1e-6, typical=1e-3))
+    channel = ChannelModel()
+    if bandwidth is not None:
+        channel.prime(ChannelProfile(0.0, 1 / bandwidth, 1e6))
+    it = CostValue(compute, LAYOUT, GRID)
+    it.loads_over([channel])
+    return it
+
+
+def test_a_byte_is_worth_the_recompute_it_saves() -> None:
+    """Twice as much where a token costs twice as much, half as much where it takes twice the
+    bytes; before anything was measured the dimensions of the model say how."""
+    cells, nbytes = 1024, LAYOUT.payload_bytes()
+    for it in (value(1e6), CostValue(ComputeModel(1.0, 1 / 8192), LAYOUT, GRID)):
+        head = it.per_byte(0, 512, cells, nbytes)
+        tail = it.per_byte(8192, 8704, cells, nbytes)
+        assert tail / head == pytest.approx((1 + 8448 / 8192) / (1 + 256 / 8192))
+        assert it.per_byte(0, 512, cells, 2 * nbytes) == head / 2
+
+
+def test_what_is_recomputed_anyway_is_no_evidence() -> None:
+    """On a link as fast as compute the head is hardly ever loaded and the tail always is; on one
+    that is far faster nearly all is loaded, on one that is far slower nearly nothing."""
+    seconds = LAYOUT.payload_bytes() / (4 * 256 * 1.5e-6)
+    even = value(seconds).evidence(32)
+    assert even[0] < 0.05
+    assert even[31] == 1.0
+    assert list(even) == sorted(even)
+    assert sum(value(100 * seconds).evidence(32)) > 30
+    assert sum(value(0.01 * seconds).evidence(32)) < 9, "but for the last tile"
+
+
+def test_unknown_speeds_count_every_use() -> None:
+    """Nothing is taken for worthless before channels and compute were measured."""
+    assert value(None).evidence(5) == (1.0,) * 5
+    assert CostValue(ComputeModel(1.0, 1.0), LAYOUT, GRID).evidence(3) == (1.0,) * 3
+
+
+def test_chances_are_between_the_plausible_meeting_points() -> None:
+    """One for each chunk, between 0 and 1, growing."""
+
+    def tile_seconds(tile: Tile) -> float:
+        return tile.width * 1e-3
+
+    chances = chance_of_loading(40, 256, GRID, tile_seconds, 0.25)
+    assert len(chances) == 40
+    assert 0.0 < chances[0] <= chances[-1] <= 1.0
+    assert chance_of_loading(0, 256, GRID, tile_seconds, 0.25) == ()
+
+
+class Tails:
+    """Only the last chunk of a request is ever loaded."""
+
+    def per_byte(self, start: int, stop: int, cells: int, nbytes: int) -> float:
+        return 1.0
+
+    def evidence(self, chunks: int) -> list[float]:
+        return [0.01] * (chunks - 1) + [1.0]
+
+
+async def test_a_tier_keeps_what_restores_load() -> None:
+    """Chunks that were looked up as the head of a request leave before its tail, whether they were
+    stored before that lookup or after it."""
+    async with rig(Shelf(), objects=4, eviction="cost-aware") as r:
+        r.tier._stock.value = Tails()
+        assert await r.found(0, 1, 2) == []
+        assert await r.store(2, 1, 0) == [TransferStatus.OK] * 3
+        await r.store(3, 4, 5)
+        assert make_object(2).key in r.shelf.objects
+        assert make_object(0).key not in r.shelf.objects
