@@ -5,19 +5,20 @@ Knows block names, shares and capacities; no bytes and no time.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from cacheflow.simulation.keeping import LRU, BlockStore
 from cacheflow.types import Coverage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from cacheflow.simulation.jobs import Cut, Job
+    from cacheflow.simulation.keeping import Keeping
     from cacheflow.types import RequestSpec
 
-__all__ = ["BlockStore", "FixedPlacement", "LearnedPlacement", "Placement", "Placed"]
+__all__ = ["FixedPlacement", "LearnedPlacement", "Placement", "Placed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +91,12 @@ class FixedPlacement:
         return 0
 
 
-class BlockStore:
-    """Names of the blocks a tier holds; the least recently used leave first.
-
-    ``capacity``: how many blocks (None: as many as come).
-    """
-
-    def __init__(self, capacity: int | None = None) -> None:
-        self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def add(self, blocks: Iterable[int]) -> None:
-        """Store or refresh ``blocks``; of one request the later ones count as less recent, so
-        that what every continuation needs (its first blocks) is kept longest."""
-        for block in reversed(tuple(blocks)):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while self._capacity is not None and len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
-
-
 class LearnedPlacement:
     """What earlier requests left: in one store for all nodes, and in one store a node.
 
     ``shared`` and ``local`` name the channels (None: there is no such tier); a block in both is
     offered by both, the local channel first. The node stores exist even without a local channel:
-    routers ask :meth:`nearby`.
+    routers ask :meth:`nearby`. ``keeping``: what is stored, and what leaves a full store.
     """
 
     def __init__(
@@ -134,11 +109,12 @@ class LearnedPlacement:
         local: str | None = None,
         shared_blocks: int | None = None,
         local_blocks: int | None = None,
+        keeping: Keeping = LRU,
     ) -> None:
         self._cut = cut
         self._stride = stride
-        self._shared = BlockStore(shared_blocks)
-        self._local = [BlockStore(local_blocks) for _ in range(nodes)]
+        self._shared = BlockStore(shared_blocks, keeping)
+        self._local = [BlockStore(local_blocks, keeping) for _ in range(nodes)]
         self._names = (local, shared)
 
     def preload(self, blocks: Iterable[int]) -> None:
@@ -152,7 +128,7 @@ class LearnedPlacement:
         found = []
         for name, store in zip(self._names, (self._local[node], self._shared), strict=True):
             if name is not None:
-                found.append((name, [full if block in store else 0 for block in blocks]))
+                found.append((name, [full if there else 0 for there in store.look_up(blocks)]))
         reach = max(
             (i + 1 for _, masks in found for i, mask in enumerate(masks) if mask), default=0
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cacheflow.costs import ChannelProfile, ComputeModel
 from cacheflow.errors import ConfigError
@@ -16,6 +16,7 @@ from cacheflow.simulation.bounds import batch_fluid_seconds
 from cacheflow.simulation.cluster import Cluster, load_router
 from cacheflow.simulation.events import EventLoop
 from cacheflow.simulation.jobs import WIDE, Cut
+from cacheflow.simulation.keeping import Keeping
 from cacheflow.simulation.links import SerialLink, SharedPipe
 from cacheflow.simulation.node import Node
 from cacheflow.simulation.placement import FixedPlacement, LearnedPlacement
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from cacheflow.simulation.presets import LinkPreset
     from cacheflow.simulation.records import Record
     from cacheflow.simulation.results import Summary
+    from cacheflow.tiers.eviction import EvictionName
     from cacheflow.types import Load, TileGrid
 
 __all__ = ["Channel", "Run", "Scenario", "mean_gap", "simulate"]
@@ -60,7 +62,8 @@ class Scenario:
 
     ``warm``: cost models start with what compute and links really do, else with nothing.
     ``failing``: probability that a load fails. ``local_blocks``: capacity of the first of two
-    channels, which is then local to each node, where the workload names its blocks.
+    channels, which is then local to each node, where the workload names its blocks; ``eviction``
+    and ``writes``: what leaves such stores when they are full, and what is stored at all.
     """
 
     machine: Machine
@@ -75,6 +78,8 @@ class Scenario:
     decode_share: float = 0.0
     local_blocks: int | None = None
     shared_blocks: int | None = None
+    eviction: EvictionName = "lru"
+    writes: Literal["all", "planned"] = "all"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -102,6 +107,20 @@ class Scenario:
         spec = placed.spec
         return self.cut.fluid(spec, self.machine, self.bandwidth, placed.stored)
 
+    @property
+    def keeping(self) -> Keeping:
+        """What stores keep, by what compute and links really do."""
+        machine, size = self.machine, self.chunk_tokens
+        rows = machine.layer_blocks / (1 - self.decode_share)
+        return Keeping.of(
+            self.eviction,
+            self.writes,
+            size,
+            self.cut.grid,
+            lambda tile: machine.block_seconds(tile) * rows,
+            machine.block_bytes(size) * machine.layer_blocks / self.bandwidth,
+        )
+
     def placement(self, *, named: bool) -> Placement:
         """``named``: the workload names its blocks, so what is stored depends on the run."""
         stride = self.machine.block_bytes(self.chunk_tokens)
@@ -121,6 +140,7 @@ class Scenario:
             local=names[0] if len(names) == 2 else None,
             shared_blocks=self.shared_blocks,
             local_blocks=self.local_blocks,
+            keeping=self.keeping,
         )
 
 

@@ -11,7 +11,8 @@ from cacheflow.errors import ConfigError
 from cacheflow.simulation.agents import Agents, AgentSettings
 from cacheflow.simulation.cluster import Affinity, LeastWork, RoundRobin, load_router
 from cacheflow.simulation.jobs import Cut, Job
-from cacheflow.simulation.placement import BlockStore, FixedPlacement, LearnedPlacement
+from cacheflow.simulation.keeping import BlockStore
+from cacheflow.simulation.placement import FixedPlacement, LearnedPlacement
 from cacheflow.simulation.presets import load_link, load_machine
 from cacheflow.simulation.scenario import Channel, Scenario, simulate
 from cacheflow.simulation.traces import generate_trace, parse_trace

@@ -1,0 +1,121 @@
+"""Stores of named blocks in a simulation: the very eviction policies and write rules of real tiers.
+
+All blocks are of one size, so a capacity is a number of blocks. Knows positions; no bytes, no time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.tiers.eviction import load_eviction
+from cacheflow.tiers.planned import recomputed_anyway
+from cacheflow.tiers.value import chance_of_loading
+from cacheflow.types import Tile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cacheflow.tiers.eviction import EvictionName
+    from cacheflow.types import TileGrid
+
+__all__ = ["LRU", "BlockStore", "Keeping"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What a store takes and what it lets go.
+
+    ``worth(index)``: seconds that loading block ``index`` of a prefix saves. ``chance(blocks)``:
+    how likely each block of a request would be loaded. ``skipped(blocks)``: leading blocks that are
+    not stored. ``heads_last``: of blocks used together the first of the prefix counts as the most
+    recent, so that a policy without costs keeps what every continuation needs (as servers that need
+    contiguous prefixes must).
+    """
+
+    eviction: EvictionName = "lru"
+    worth: Callable[[int], float] = lambda index: 1.0
+    chance: Callable[[int], Sequence[float]] = lambda blocks: (1.0,) * blocks
+    skipped: Callable[[int], int] = lambda blocks: 0
+    heads_last: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        eviction: EvictionName,
+        writes: str,
+        block_tokens: int,
+        grid: TileGrid,
+        tile_seconds: Callable[[Tile], float],
+        block_seconds: float,
+    ) -> Keeping:
+        """``writes``: ``all`` or ``planned``. ``tile_seconds``: to recompute all layers of a tile.
+        ``block_seconds``: to load a block over all links together."""
+
+        def worth(index: int) -> float:
+            return tile_seconds(Tile(0, index * block_tokens, (index + 1) * block_tokens))
+
+        def chance(blocks: int) -> Sequence[float]:
+            return chance_of_loading(blocks, block_tokens, grid, tile_seconds, block_seconds)
+
+        def skipped(blocks: int) -> int:
+            tokens = blocks * block_tokens
+            return recomputed_anyway(tokens, block_tokens, grid, tile_seconds, block_seconds)
+
+        keeping = cls(eviction)
+        if eviction == "cost-aware":
+            keeping = cls(eviction, worth, chance, heads_last=False)
+        if writes == "planned":
+            keeping = cls(eviction, keeping.worth, keeping.chance, skipped, keeping.heads_last)
+        return keeping
+
+
+LRU: Final = Keeping()
+"""Everything is stored, the least recently used leaves."""
+
+
+class BlockStore:
+    """Names of the blocks a tier holds. ``capacity``: how many (None: as many as come)."""
+
+    def __init__(self, capacity: int | None = None, keeping: Keeping = LRU) -> None:
+        self._capacity = capacity
+        self._keeping = keeping
+        self._blocks: set[int] = set()
+        self._order = load_eviction(keeping.eviction, int)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def look_up(self, blocks: Sequence[int]) -> list[bool]:
+        """Which of a request's leading blocks are there; these have been used now."""
+        chance, worth = self._keeping.chance(len(blocks)), self._keeping.worth
+        for index in self._in_order(len(blocks)):
+            if blocks[index] in self._blocks:
+                self._order.touch(blocks[index], chance[index], worth(index))
+        return [block in self._blocks for block in blocks]
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """Store or refresh the blocks of one request, in the order of its prefix."""
+        blocks = tuple(blocks)
+        skipped = self._keeping.skipped(len(blocks))
+        chance, worth = self._keeping.chance(len(blocks)), self._keeping.worth
+        for index in self._in_order(len(blocks)):
+            block = blocks[index]
+            if block in self._blocks:
+                self._order.touch(block, chance[index], worth(index))
+            elif index >= skipped:
+                self._make_room()
+                self._blocks.add(block)
+                self._order.insert(block, 1, worth(index), chance[index])
+
+    def _make_room(self) -> None:
+        """Before a block comes in, as in a real tier: what comes in never leaves for itself."""
+        if self._capacity is not None and len(self._blocks) >= self._capacity:
+            surplus = len(self._blocks) + 1 - self._capacity
+            self._blocks.difference_update(self._order.victims(surplus, lambda block: False))
+
+    def _in_order(self, blocks: int) -> Iterable[int]:
+        return reversed(range(blocks)) if self._keeping.heads_last else range(blocks)
