@@ -1,9 +1,34 @@
-"""Tiers: which store has which cells of a request, and whether a store is fit to be asked."""
+"""Tiers: which store has which cells of a request, and whether a store is fit to be asked.
+
+What is here is loaded when it is first asked for: the simulation uses the pure files of this
+package (eviction, planned writes) and must not bring an event loop along.
+"""
 
 from __future__ import annotations
 
-from cacheflow.tiers.guarded import Guarded
-from cacheflow.tiers.health import Ailment, Health, HealthLimits
-from cacheflow.tiers.located import Located, locate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["Ailment", "Guarded", "Health", "HealthLimits", "Located", "locate"]
+if TYPE_CHECKING:
+    from cacheflow.tiers.guarded import Guarded
+    from cacheflow.tiers.health import Ailment, Health, HealthLimits
+    from cacheflow.tiers.located import Located, locate
+    from cacheflow.tiers.tier import Tier
+
+__all__ = ["Ailment", "Guarded", "Health", "HealthLimits", "Located", "Tier", "locate"]
+
+_WHERE: Final = {
+    "Ailment": "health",
+    "Guarded": "guarded",
+    "Health": "health",
+    "HealthLimits": "health",
+    "Located": "located",
+    "Tier": "tier",
+    "locate": "located",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"cacheflow.tiers.{_WHERE[name]}"), name)
