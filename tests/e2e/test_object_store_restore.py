@@ -42,7 +42,9 @@ async def test_a_conversation_comes_back_from_s3(
             session = flow.session("talk")
             work = session.generate(prompt, max_new_tokens=8, policy="load", report=report)
             answers.append([token async for token in work])
+            assert await flow.flush()
         await engine.aclose()
+        assert report.saved is not None
         saved.append(report.saved["bucket"])
     assert answers[0] == answers[1]
     assert (saved[0].stored, saved[1].stored) == (19, 0)
