@@ -3,7 +3,6 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-VENV_VLLM ?= .venv-vllm
 ARGS ?=
 # Test processes: one a core, four at most (each loads torch and a model).
 WORKERS ?= auto
@@ -12,13 +11,13 @@ BIN := $(VENV)/bin
 RUN := $(BIN)/python
 TREE := build/tree
 BENCHES := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
-CODE := cacheflow storage_backends plugins tests benchmarks examples
+CODE := cacheflow storage_backends plugins tests benchmarks examples dashboards
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benches start many processes: each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-full test-vllm setup-vllm bench-vllm lint format typecheck layers tree bench setup wheel clean distclean
+.PHONY: help demo test test-full lint format typecheck layers tree bench dashboards setup wheel clean distclean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -50,7 +49,7 @@ tree:
 	@cp -rs $(CURDIR)/cacheflow $(TREE)/cacheflow
 	@cp -rs $(CURDIR)/storage_backends $(TREE)/cacheflow/storage_backends
 	@cp -rs $(CURDIR)/plugins $(TREE)/cacheflow/plugins
-	@for folder in tests benchmarks examples; do \
+	@for folder in tests benchmarks examples dashboards; do \
 	    test ! -d $$folder || cp -rs $(CURDIR)/$$folder $(TREE)/$$folder; done
 
 typecheck: $(VENV)/.dev tree
@@ -66,13 +65,8 @@ bench: $(BENCHES) ## All benchmarks, one after the other
 bench-%: benchmarks/bench_%.py $(VENV)/.dev
 	$(RUN) $< $(ARGS)
 
-setup-vllm: $(VENV_VLLM)/.vllm ## Make the environment with vLLM (CPU, 3 GB) in .venv-vllm
-
-test-vllm: $(VENV_VLLM)/.vllm ## Tests of the vLLM plugin inside vLLM
-	$(VENV_VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(ARGS)
-
-bench-vllm: benchmarks/bench_vllm.py $(VENV_VLLM)/.vllm
-	$(VENV_VLLM)/bin/python $< $(ARGS)
+dashboards: $(VENV)/.dev ## Write dashboards/grafana/*.json from dashboards/source
+	$(RUN) dashboards/source/generate.py
 
 wheel: $(VENV)/.dev ## Build the wheel into dist/
 	rm -rf build/lib build/bdist.*
@@ -91,13 +85,6 @@ $(VENV)/.demo: requirements/demo.txt pyproject.toml
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.demo
 	$(RUN) -m pip install -q --no-compile -r $<
-	@touch $@
-
-# Everything is pinned and nothing resolved: vLLM's own requirements ask for more than it needs here.
-$(VENV_VLLM)/.vllm: requirements/vllm.txt pyproject.toml
-	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install -q --no-compile --no-deps -r $<
-	$(VENV_VLLM)/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 clean: ## Remove what was built, keep the virtual environment and models

@@ -31,6 +31,7 @@ from cacheflow.errors import ConfigError
 from cacheflow.kv import Stamp, chunk_keys, extend_keys, key_root, model_id, tenant_id
 from cacheflow.memory import StagingPool
 from cacheflow.restore import Restoration, Restorer, RestoreRequest
+from cacheflow.restore.answered import first_token
 from cacheflow.restore.saver import STAGING_OWNER, Saver
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.settings import Settings
@@ -288,7 +289,7 @@ class Session:
                 )
                 await self._restore(request, policy, report)
                 token = await self._flow.engine.first_token(request_id)
-                report.ttft_seconds = self._flow.clock.now() - arrival
+                self._answered(request, report)
                 for made in range(1, max_new_tokens + 1):
                     yield token
                     if token in stop_tokens or made == max_new_tokens:
@@ -321,6 +322,13 @@ class Session:
             await self._flow._saver.release([request_id], patience)
         finally:
             await self._flow.engine.close(request_id)
+
+    def _answered(self, request: RestoreRequest, report: Generation) -> None:
+        now = self._flow.clock.now()
+        report.ttft_seconds = now - request.arrival
+        assert report.restoration is not None, "a restored request has a report"
+        layout = self._flow.engine.layout
+        self._flow.restorer.emit(first_token(request, report.restoration, layout, now))
 
     def _check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
         if not len(prompt):

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from cacheflow.metrics.endpoint import metrics_app, serve_metrics
+from cacheflow.metrics.lag import LoopLag
+from cacheflow.metrics.live import Live, LiveGauges
 from cacheflow.metrics.prometheus import PrometheusObserver
 from cacheflow.metrics.timeline import Timeline
+from cacheflow.metrics.watch import watch
 
-__all__ = ["PrometheusObserver", "Timeline"]
+__all__ = [
+    "Live",
+    "LiveGauges",
+    "LoopLag",
+    "PrometheusObserver",
+    "Timeline",
+    "metrics_app",
+    "serve_metrics",
+    "watch",
+]

@@ -30,9 +30,15 @@ class LoadDriver:
     def __init__(self, restorer: Restorer, channel: str) -> None:
         self._restorer = restorer
         self._channel = channel
+        self.in_flight = 0
         self._wake = asyncio.Event()
         self._unstarted: set[int] = set()
         """Claimed loads whose task has not taken its first step."""
+
+    @property
+    def channel(self) -> str:
+        """The tier's name."""
+        return self._channel
 
     def kick(self) -> None:
         """Something changed: ask the scheduler again."""
@@ -55,8 +61,10 @@ class LoadDriver:
         task = self._restorer.group.create_task(self._run(load, job))
         self._restorer.spawn(job, task)
         self._unstarted.add(load.id)
+        self.in_flight += 1
 
         def ended(_: asyncio.Task[None]) -> None:
+            self.in_flight -= 1
             # A task cancelled before its first step never reaches its own clean-up.
             if load.id in self._unstarted:
                 self._unstarted.discard(load.id)

@@ -190,6 +190,26 @@ class Restorer:
             except Exception:  # an observer must not be able to break serving (promise 9)
                 _log.exception("an observer failed on %s", type(event).__name__)
 
+    # -- what is worth a gauge (see cacheflow.metrics.Live) -------------------------------------
+
+    @property
+    def active_restores(self) -> int:
+        """Requests being restored."""
+        return len(self._jobs)
+
+    def pending_loads(self) -> dict[str, int]:
+        """Loads in flight, by tier."""
+        return {driver.channel: driver.in_flight for driver in self._loads}
+
+    def quarantined_bytes(self) -> dict[str, int]:
+        """Staging memory that waits for given-up I/O to end, by tier."""
+        return {name: self.pool.quarantined_bytes(name) for name in self.channels}
+
+    @property
+    def staging_bytes(self) -> tuple[int, int]:
+        """Staging memory in use, and in all."""
+        return self.pool.leased_bytes, self.pool.capacity
+
     # -- one request ---------------------------------------------------------------------------
 
     def _register(self, request: RestoreRequest) -> Job:
@@ -336,5 +356,6 @@ class Restorer:
                 suffix_tokens=sum(piece.width for piece in job.spec.suffix),
                 num_layers=job.spec.num_layers,
                 cells=cells,
+                stored_tokens=job.stored_tokens,
             )
         )

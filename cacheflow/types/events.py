@@ -18,6 +18,7 @@ __all__ = [
     "CostChecked",
     "Event",
     "Evicted",
+    "FirstToken",
     "LayersComputed",
     "LoadEnded",
     "LoadOutcome",
@@ -120,6 +121,30 @@ class RestoreEnded:
     num_layers: int
     cells: Mapping[str, int] = field(default_factory=dict)
     """Token-layers by source: ``recompute`` and one entry a channel."""
+    stored_tokens: int = 0
+    """Tokens of the prefix that some tier had."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A request has its first token.
+
+    ``outcome``: ``resident`` (it went on from KV in memory), ``hit`` (every restorable token was
+    stored), ``partial``, or ``miss``. ``cells``: token-layers by where they came from
+    (``resident``, ``suffix``, ``recompute``, or a channel); their sum is the prompt times the
+    layers.
+    """
+
+    request_id: str
+    policy: str
+    outcome: str
+    arrival: float
+    at: float
+    prompt_tokens: int
+    cached_tokens: int
+    """Resident or stored somewhere."""
+    num_layers: int
+    cells: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +243,7 @@ Event: TypeAlias = (
     | LoadEnded
     | Published
     | RestoreEnded
+    | FirstToken
     | StoreEnded
     | CostChecked
     | TierDown

@@ -1,0 +1,68 @@
+"""What is true right now, read when it is scraped: restores, loads, staging memory.
+
+Knows nothing of a flow but the few numbers that :class:`Live` names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client.core import GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from prometheus_client.core import Metric
+
+__all__ = ["Live", "LiveGauges"]
+
+
+class Live(Protocol):
+    """The state of a flow that is worth a gauge; read on the event loop's thread."""
+
+    @property
+    def active_restores(self) -> int: ...
+
+    def pending_loads(self) -> Mapping[str, int]:
+        """Loads in flight, by tier."""
+        ...
+
+    def quarantined_bytes(self) -> Mapping[str, int]:
+        """Staging memory that waits for I/O to end, by tier."""
+        ...
+
+    @property
+    def staging_bytes(self) -> tuple[int, int]:
+        """Staging memory in use, and in all."""
+        ...
+
+
+class LiveGauges:
+    """A Prometheus collector over ``live``. Scraped from another thread it may be a moment old."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def collect(self) -> Iterator[Metric]:
+        live = self._live
+        yield GaugeMetricFamily(
+            "cacheflow_active_restores", "Requests being restored.", live.active_restores
+        )
+        yield _by_tier(
+            "cacheflow_pending_loads", "Loads in flight on a channel.", live.pending_loads()
+        )
+        yield _by_tier(
+            "cacheflow_quarantined_bytes",
+            "Staging memory that waits for given-up I/O to end.",
+            live.quarantined_bytes(),
+        )
+        used, capacity = live.staging_bytes
+        yield GaugeMetricFamily("cacheflow_staging_used_bytes", "Staging memory in use.", used)
+        yield GaugeMetricFamily("cacheflow_staging_capacity_bytes", "Staging memory.", capacity)
+
+
+def _by_tier(name: str, text: str, values: Mapping[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=("tier",))
+    for tier, value in values.items():
+        family.add_metric((tier,), value)
+    return family

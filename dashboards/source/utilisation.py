@@ -1,0 +1,135 @@
+"""Which resource is the limit, and how well the two pointers share the work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from panels import INSTANCE, TIER, board, heat, rates, share
+
+if TYPE_CHECKING:
+    from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+__all__ = ["utilisation"]
+
+_RATE = "$__rate_interval"
+
+
+def utilisation() -> Dashboard:
+    """Compute and channels: busy shares, meeting point, cost model."""
+    return (
+        board(
+            "cacheflow-utilisation",
+            "CacheFlow: utilisation",
+            "Which resource is the limit, and how well recompute and loads share the work.",
+            tiers=True,
+        )
+        .with_panel(
+            share(
+                "Compute busy",
+                "Share of time the compute stream worked on restores, by stage. Near 1 while "
+                "channels idle: compute is the limit; a faster or nearer tier helps.",
+                {
+                    "{{stage}}": f"sum by (stage) (rate(cacheflow_compute_busy_seconds_total"
+                    f"{{{INSTANCE}}}[{_RATE}])) / scalar(count(cacheflow_info{{{INSTANCE}}}))"
+                },
+                stacked=True,
+            )
+        )
+        .with_panel(
+            share(
+                "Channels busy",
+                "Share of time a channel had something in flight. Near 1 while compute idles: the "
+                "link is the limit.",
+                {
+                    "{{tier}} {{direction}}": "avg by (tier, direction) (rate("
+                    f"cacheflow_io_busy_seconds_total{{{TIER}}}[{_RATE}]))"
+                },
+            )
+        )
+        .with_panel(
+            rates(
+                "Bytes a second while busy",
+                "What a channel delivers when it has something to do.",
+                {
+                    "{{tier}} {{direction}}": "sum by (tier, direction) (rate("
+                    f"cacheflow_transfer_bytes_total{{{TIER}}}[{_RATE}])) / "
+                    "sum by (tier, direction) (rate(cacheflow_io_busy_seconds_total"
+                    f"{{{TIER}}}[{_RATE}]) > 0)"
+                },
+                unit="Bps",
+            )
+        )
+        .with_panel(
+            rates(
+                "Prefix tokens made ready",
+                "A second, by who made them.",
+                {
+                    "{{source}}": "sum by (source) (rate(cacheflow_restore_tokens_total"
+                    f"{{{INSTANCE}}}[{_RATE}]))"
+                },
+                stacked=True,
+            )
+        )
+        .with_panel(
+            heat(
+                "Where the pointers met",
+                "Share of each prefix that was recomputed: 0 all loaded, 1 all recomputed.",
+                f"sum by (le) (increase(cacheflow_recomputed_ratio_bucket{{{INSTANCE}}}[{_RATE}]))",
+            )
+        )
+        .with_panel(
+            rates(
+                "Ended one way",
+                "Restores a second that could have used both ways and ended with one.",
+                {
+                    "to {{to}}": "sum by (to) (rate(cacheflow_fallbacks_total"
+                    f"{{{INSTANCE}}}[{_RATE}]))"
+                },
+                unit="reqps",
+            )
+        )
+        .with_panel(
+            rates(
+                "Hedged cells",
+                "Chunk-layers a second whose load came too late, by whose copy was taken.",
+                {
+                    "{{winner}}": "sum by (winner) (rate(cacheflow_hedged_cells_total"
+                    f"{{{INSTANCE}}}[{_RATE}]))"
+                },
+            )
+        )
+        .with_panel(
+            rates(
+                "Cost model error, median",
+                "How far layers and loads were from what the scheduler expected. Over 0.5 for "
+                "long: the plans are off; see the runbook.",
+                {
+                    "{{kind}}": "histogram_quantile(0.5, sum by (le, kind) (rate("
+                    f"cacheflow_cost_error_bucket{{{INSTANCE}}}[{_RATE}])))"
+                },
+                limit=0.5,
+            )
+        )
+        .with_panel(
+            rates(
+                "Restore time",
+                "Arrival to the last cell of the prefix.",
+                {
+                    f"p{q}": f"histogram_quantile({q / 100}, sum by (le) (rate("
+                    f"cacheflow_restore_seconds_bucket{{{INSTANCE}}}[{_RATE}])))"
+                    for q in (50, 90, 99)
+                },
+                unit="s",
+            )
+        )
+        .with_panel(
+            rates(
+                "Restores and loads in flight",
+                "Now.",
+                {
+                    "restores": f"sum(cacheflow_active_restores{{{INSTANCE}}})",
+                    "loads {{tier}}": f"sum by (tier) (cacheflow_pending_loads{{{TIER}}})",
+                },
+            )
+        )
+    )
