@@ -142,7 +142,7 @@ class ObjectStoreBackend(StorageBackend):
 
     async def scan(self) -> AsyncIterator[ChunkInfo]:
         self._flights.check_open()
-        async with aclosing(self._pages()) as pages:
+        async with aclosing(self._pages("scan")) as pages:
             async for page in pages:
                 try:
                     infos = await self._valid(page)
@@ -156,7 +156,7 @@ class ObjectStoreBackend(StorageBackend):
         request for a thousand."""
         self._flights.check_open()
         total = 0
-        async with aclosing(self._pages()) as pages:
+        async with aclosing(self._pages("used_bytes")) as pages:
             async for page in pages:
                 total += sum(entry.nbytes for entry in page)
         return total
@@ -180,13 +180,13 @@ class ObjectStoreBackend(StorageBackend):
             entries += _ours(page)
         return entries
 
-    async def _pages(self) -> AsyncGenerator[list[Listed], None]:
+    async def _pages(self, operation: str) -> AsyncGenerator[list[Listed], None]:
         stream = self._store.list(chunk_size=_PAGE_OBJECTS)
         while True:
             try:
                 [page] = await self._flights.all([partial(anext, stream, None)])
             except STORE_ERRORS as error:
-                raise problem(error, "scan", self.where) from None
+                raise problem(error, operation, self.where) from None
             if page is None:
                 return
             yield _ours(page)

@@ -11,7 +11,14 @@ import pytest
 
 from cacheflow.errors import BackendError, ConfigError
 from cacheflow.memory import InFlight
-from cacheflow.storage_backends.object_store import ObjectStoreBackend, backend, headers, names
+from cacheflow.storage_backends.object_store import (
+    ObjectStoreBackend,
+    ObjectStoreOptions,
+    backend,
+    headers,
+    names,
+)
+from cacheflow.storage_backends.object_store.opening import make_store
 from cacheflow.testing.objects import aligned_buffer, load_one, make_object
 from cacheflow.testing.storage_harness import idle, load_all, store_all
 from cacheflow.types import Read, Span, TransferStatus
@@ -103,6 +110,24 @@ async def test_bad_options(options: dict[str, object], word: str) -> None:
         await ObjectStoreBackend.open(options)
     assert word in str(caught.value)
     assert "SESAME" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("anonymous", [True, False])
+@pytest.mark.parametrize(
+    ("url", "kind"), [("gs://bucket/a/b", "GCSStore"), ("az://container/a/b", "AzureStore")]
+)
+def test_clients_of_other_clouds(
+    url: str, kind: str, anonymous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients of GCS and Azure are made with the prefix, the bounds and the account of the
+    environment. (That is all that is tested of them: there is no server for them here.)"""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    options = ObjectStoreOptions.parse("object-store", {"url": url, "anonymous": anonymous})
+    store: Any = make_store(options)
+    assert type(store).__name__ == kind
+    assert store.prefix == "a/b"
+    assert store.retry_config["max_retries"] == options.retries
+    assert store.client_options["timeout"]
 
 
 async def test_a_folder_is_private(tmp_path: Path) -> None:
