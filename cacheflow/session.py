@@ -28,7 +28,15 @@ from cacheflow.costs import (
     compute_key,
 )
 from cacheflow.errors import ConfigError
-from cacheflow.kv import Stamp, chunk_keys, extend_keys, key_root, model_id, tenant_id
+from cacheflow.kv import (
+    ChunkAuth,
+    Stamp,
+    chunk_keys,
+    extend_keys,
+    key_root,
+    model_id,
+    tenant_id,
+)
 from cacheflow.memory import StagingPool
 from cacheflow.restore import Restoration, Restorer, RestoreRequest
 from cacheflow.restore.answered import first_token
@@ -40,7 +48,7 @@ from cacheflow.tiers.planned import PlannedWrites
 from cacheflow.tiers.staged import STAGED_CHANNEL, StagedCopies
 from cacheflow.tiers.value import CostValue
 from cacheflow.tiers.write_policies import WriteAll
-from cacheflow.types import Span
+from cacheflow.types import Codec, Span
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -129,15 +137,21 @@ class CacheFlow:
             tiers = settings.tiers if backends is None else ()
             costs = compute or ComputeModel(*engine.layer_flops)
             value = CostValue(costs, engine.layout, engine.grid)
+            stamp = _stamp(settings, engine)
             if backends is None:
-                backends = await open_tiers(settings, stack, value, clock, observer or _ignore)
+                backends = await open_tiers(
+                    settings, stack, value, stamp, clock, observer or _ignore
+                )
             channels: dict[str, StorageBackend] = dict(backends)
             staged = StagedCopies(backends)
             if STAGED_CHANNEL in channels:
                 raise ConfigError(f"setting tiers: the name {STAGED_CHANNEL!r} is taken")
             if backends:
                 channels[STAGED_CHANNEL] = staged
-            pool = _staging(settings.staging_bytes, channels, engine, len(backends))
+            decoded = any(tier.codec is not Codec.RAW for tier in tiers)
+            pool = _staging(
+                settings.staging_bytes, channels, engine, len(backends), decoded=decoded
+            )
             stack.push_async_callback(pool.aclose)
             stack.push_async_callback(staged.aclose)
             scheduler = BatchScheduler(
@@ -161,6 +175,8 @@ class CacheFlow:
                 clock=clock,
                 load_deadline=settings.load_deadline,
                 observer=observer,
+                stamp=stamp,
+                allow_lossy=settings.allow_lossy,
             )
             await stack.enter_async_context(restorer)
             saver = Saver(
@@ -173,7 +189,7 @@ class CacheFlow:
                 deadline=settings.load_deadline,
                 max_bytes=settings.staging_bytes // (len(channels) + 1),
                 policy=_write_policy(settings, engine, costs, scheduler, backends),
-                stamp=Stamp(model_id(engine.identity), tenant_id(settings.salt_bytes)),
+                stamp=stamp,
             )
             await stack.enter_async_context(saver)
             flow = cls(settings, engine, backends, restorer, saver, clock)
@@ -394,7 +410,15 @@ def _write_policy(
     return PlannedWrites(costs, channels, engine.layout, engine.grid)
 
 
-def _staging(nbytes: int, channels: Collection[str], engine: Engine, tiers: int) -> StagingPool:
+def _stamp(settings: Settings, engine: Engine) -> Stamp:
+    secret = settings.auth_key.get_secret_value().encode()
+    auth = ChunkAuth(secret) if secret else None
+    return Stamp(model_id(engine.identity), tenant_id(settings.salt_bytes), auth)
+
+
+def _staging(
+    nbytes: int, channels: Collection[str], engine: Engine, tiers: int, *, decoded: bool
+) -> StagingPool:
     """The staging pool in equal shares: one a channel, so that a hung tier cannot starve the rest,
     and one for what is being stored.
 
@@ -403,7 +427,9 @@ def _staging(nbytes: int, channels: Collection[str], engine: Engine, tiers: int)
     """
     layout, grid = engine.layout, engine.grid
     widest = max((*grid.head, grid.tail)) // layout.chunk_tokens
-    needed = max(layout.payload_bytes(), widest * layout.layer_stride())
+    # Encoded layers lie beside what they stand for, and are no larger than that.
+    layers = widest * layout.layer_stride() * (2 if decoded else 1)
+    needed = max(layout.payload_bytes(), layers)
     shares = len(channels) + 1
     share = nbytes // shares
     if share < needed:
@@ -429,9 +455,14 @@ def _kept_costs(
         CostStore(settings.cache_dir / COSTS_FILE),
         costs,
         compute_key(engine.identity, engine.grid_id),
-        {tier.name: channel_key(tier.name, tier.backend, tier.options) for tier in tiers},
+        {tier.name: channel_key(tier.name, tier.backend, _channel_options(tier)) for tier in tiers},
         scheduler.channel,
     )
+
+
+def _channel_options(tier: TierSettings) -> dict[str, object]:
+    """What decides the speed of a tier: decoding is part of it."""
+    return tier.options if tier.codec is Codec.RAW else {**tier.options, "tier codec": tier.codec}
 
 
 @asynccontextmanager

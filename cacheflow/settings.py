@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -17,13 +17,18 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheflow.errors import ConfigError
+from cacheflow.types import Codec
 
 __all__ = ["Settings", "TierSettings", "default_cache_dir"]
+
+_LEAST_SECRET: Final = 16
+"""Characters of a secret that cannot be tried out."""
 
 
 def default_cache_dir() -> Path:
@@ -40,7 +45,10 @@ class TierSettings(BaseModel):
     name: str = Field(min_length=1, max_length=64)
     """What metrics and messages call it; unique."""
     backend: str = Field(min_length=1)
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    codec: Codec = Codec.RAW
+    """How chunks are stored here (docs/compression.md): ``raw``, ``zstd`` (lossless), or ``int8``
+    or ``fp8``, which are lossy and need ``allow_lossy``. Chunks of any codec are read anywhere."""
     capacity_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
     """Most bytes of objects; more evict others. None: as many as the backend takes, which has a cap
     of its own (docs/tiers.md says which)."""
@@ -102,6 +110,11 @@ class Settings(BaseSettings):
     """What the order of waiting requests is for."""
     salt: SecretStr = SecretStr("")
     """Tenant salt: other salts never share stored chunks. Hashed into keys, never stored."""
+    auth_key: SecretStr = SecretStr("")
+    """Secret that chunks are authenticated with; chunks without are then refused. Empty: stores are
+    trusted (SECURITY.md)."""
+    allow_lossy: bool = Field(default=False, validate_default=True)
+    """Whether KV that a lossy codec has touched may be used, and stored."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -119,6 +132,24 @@ class Settings(BaseSettings):
             if names.count(name) > 1:
                 raise ValueError(f"two tiers are called {name!r}: give each its own name")
         return tiers
+
+    @field_validator("auth_key")
+    @classmethod
+    def _long_enough(cls, key: SecretStr) -> SecretStr:
+        if 0 < len(key.get_secret_value()) < _LEAST_SECRET:
+            raise ValueError(f"give at least {_LEAST_SECRET} characters, random ones")
+        return key
+
+    @field_validator("allow_lossy")
+    @classmethod
+    def _lossy_on_purpose(cls, allowed: bool, others: ValidationInfo) -> bool:
+        for tier in others.data.get("tiers", ()):
+            if tier.codec.is_lossy and not allowed:
+                raise ValueError(
+                    f"tier {tier.name!r} is to store with codec {tier.codec}, which is lossy: set "
+                    "allow_lossy to true if that may be"
+                )
+        return allowed
 
     @property
     def salt_bytes(self) -> bytes:

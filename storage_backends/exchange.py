@@ -207,7 +207,8 @@ async def _import(backend: StorageBackend, file: AsyncBufferedReader, name: str,
 
 async def _has_as_good(backend: StorageBackend, info: ChunkInfo) -> bool:
     [there] = await backend.lookup([info.key.chunk])
-    return any(old.key == info.key and old.canonical >= info.canonical for old in there)
+    ours = (info.canonical, not info.lossy)
+    return any(old.key == info.key and (old.canonical, not old.lossy) >= ours for old in there)
 
 
 def _private(path: str, flags: int) -> int:

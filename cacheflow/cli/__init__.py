@@ -41,11 +41,11 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("profile")(profile.profile)
 app.command("simulate")(simulate.simulate)
+app.add_typer(bench.app, name="bench")
 app.add_typer(store.app, name="store")
 
 

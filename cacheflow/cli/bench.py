@@ -13,6 +13,7 @@ import typer
 
 from cacheflow.cli.demo_report import parse_links
 from cacheflow.cli.output import AsJson, figures, print_json, progress, run
+from cacheflow.cli.quality import quality
 from cacheflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,13 +23,18 @@ if TYPE_CHECKING:
 
     from cacheflow.cli.bench_run import Point
 
-__all__ = ["bench"]
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure restores, or what codecs cost.", invoke_without_command=True)
+app.command("quality")(quality)
 
 _MANY_TOKENS: Final = 4096
 """From here on a round takes minutes: one fewer for every so many tokens."""
 
 
+@app.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     lengths: Annotated[
         str, typer.Option(help="Prefix lengths in tokens; multiples of 256.")
     ] = "256,512,1024,2048,4096,7936",
@@ -51,6 +57,8 @@ def bench(
     Efficiency is the fluid bound (from recompute alone and load alone in the same run) divided by
     what CacheFlow took. The default takes about half an hour on two cores.
     """
+    if context.invoked_subcommand:
+        return
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     wanted = _lengths(lengths)
     points = [(length, link) for length in wanted for link in parse_links(links)]

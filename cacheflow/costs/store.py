@@ -93,7 +93,7 @@ class CostStore:
 
     def _replace(self, text: str) -> None:
         """Atomically; another process sees the old file or the new one."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".costs-")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from cacheflow.kv.auth import ChunkAuth
 from cacheflow.kv.checksums import checksum, wsum
-from cacheflow.kv.chunk import Stamp, check_layout, seal, verify
+from cacheflow.kv.chunk import Stamp, check_layout, check_stamp, seal, verify
+from cacheflow.kv.coding import decode_layers
 from cacheflow.kv.header import (
     CHUNK_FORMAT,
     MAX_HEADER_BYTES,
@@ -31,16 +33,19 @@ from cacheflow.kv.provenance import (
 
 __all__ = [
     "CHUNK_FORMAT",
+    "ChunkAuth",
     "KEY_FORMAT",
     "MAX_HEADER_BYTES",
     "PREFIX_BYTES",
     "Stamp",
     "canonical_tokens",
     "check_layout",
+    "check_stamp",
     "checksum",
     "chunk_keys",
     "clip_segments",
     "decode_header",
+    "decode_layers",
     "encode_header",
     "exact_tokens",
     "extend_keys",

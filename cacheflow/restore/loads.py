@@ -7,7 +7,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from cacheflow.restore.tasks import to_the_end
-from cacheflow.restore.transfer import LoadFailed, fetch, lay_out, published_parts, verify_pieces
+from cacheflow.restore.transfer import (
+    LoadFailed,
+    fetch,
+    lay_out,
+    published_parts,
+    staged_bytes,
+    verify_pieces,
+)
 from cacheflow.types import LoadEnded, LoadOutcome, Published
 
 if TYPE_CHECKING:
@@ -80,10 +87,13 @@ class LoadDriver:
         outcome, reason = LoadOutcome.CANCELLED, ""
         lost: tuple[int, ...] = ()
         granted: int | None = None
+        nbytes = load.nbytes
         try:
             async with asyncio.timeout(restorer.load_deadline):
-                with await restorer.pool.lease(load.nbytes, self._channel) as lease:
+                needed = staged_bytes(load, job.located[self._channel])
+                with await restorer.pool.lease(needed, self._channel) as lease:
                     pieces = await self._fetch_verified(load, job, lease)
+                    nbytes = sum(len(piece.stored) for piece in pieces)
                     layers = restorer.scheduler.commit(load)
                     if layers:
                         await self._publish(load, job, pieces, layers)
@@ -102,14 +112,15 @@ class LoadDriver:
         finally:
             self._end(load, job, granted, lost, outcome)
             stop = restorer.clock.now()
-            restorer.emit(_ended(load, start, stop, outcome, reason))
+            restorer.emit(_ended(load, nbytes, start, stop, outcome, reason))
             restorer.changed(load.request_id)
 
     async def _fetch_verified(self, load: Load, job: Job, lease: Lease) -> list[Piece]:
         pieces = lay_out(load, job.located[self._channel], lease)
         await fetch(self._restorer.channels[self._channel], pieces)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._restorer.verifiers, verify_pieces, pieces)
+        auth = self._restorer.stamp.auth
+        await loop.run_in_executor(self._restorer.verifiers, verify_pieces, pieces, auth)
         return pieces
 
     async def _publish(self, load: Load, job: Job, pieces: list[Piece], layers: int) -> None:
@@ -166,14 +177,16 @@ class LoadDriver:
         job.loaded[load.channel] = job.loaded.get(load.channel, 0) + chunk_cells
 
 
-def _ended(load: Load, start: float, stop: float, outcome: LoadOutcome, reason: str) -> LoadEnded:
+def _ended(
+    load: Load, nbytes: int, start: float, stop: float, outcome: LoadOutcome, reason: str
+) -> LoadEnded:
     return LoadEnded(
         request_id=load.request_id,
         channel=load.channel,
         tile=load.tile,
         layers=load.layers,
         chunks=len(load.chunks),
-        nbytes=load.nbytes,
+        nbytes=nbytes,
         start=start,
         stop=stop,
         outcome=outcome,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from cacheflow.clock import SystemClock
 from cacheflow.errors import ClosedError
+from cacheflow.kv import Stamp
 from cacheflow.restore.compute import ComputeDriver
 from cacheflow.restore.loads import LoadDriver
 from cacheflow.restore.prefixes import Prefixes
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 _LOOKUP_GRACE: Final = 0.01
 """Compute waits this long for lookups: a layer begun on nothing known cannot be taken back."""
 _VERIFIERS: Final = 2
+_ANYBODY: Final = Stamp()
 
 
 class Restorer:
@@ -46,6 +48,7 @@ class Restorer:
 
     ``load_deadline``: seconds after which a load counts as failed and its channel is not waited
     for again by that request. ``observer`` gets every event and cannot disturb anything.
+    ``stamp``, ``allow_lossy``: which chunks are taken (:func:`cacheflow.tiers.locate`).
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Restorer:
         clock: Clock | None = None,
         load_deadline: float = 30.0,
         observer: Observer | None = None,
+        stamp: Stamp = _ANYBODY,
+        allow_lossy: bool = False,
     ) -> None:
         self.recomputer = recomputer
         self.scheduler = scheduler
@@ -65,6 +70,8 @@ class Restorer:
         self.pool = pool
         self.clock = clock or SystemClock()
         self.load_deadline = load_deadline
+        self.stamp = stamp
+        self._allow_lossy = allow_lossy
         self._observer = observer
         self._jobs: dict[str, Job] = {}
         self._prefixes = Prefixes(recomputer.grid, recomputer.layout.chunk_tokens)
@@ -280,7 +287,14 @@ class Restorer:
             async with asyncio.timeout(self.load_deadline):
                 layout = self.recomputer.layout
                 keys = job.request.keys[:chunks]
-                located = await locate(name, self.channels[name], keys, layout)
+                located = await locate(
+                    name,
+                    self.channels[name],
+                    keys,
+                    layout,
+                    self.stamp,
+                    allow_lossy=self._allow_lossy,
+                )
         except (
             Exception
         ) as error:  # a third party's backend may raise anything: it has nothing then

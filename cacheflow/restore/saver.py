@@ -78,7 +78,9 @@ class Saver:
         self._stamp = stamp
         self._pulse = Pulse()
         self._turns = Turns()
-        shared = Shared(engine.layout, staged, self._turns, self._pulse, clock, observer, deadline)
+        shared = Shared(
+            engine.layout, stamp, staged, self._turns, self._pulse, clock, observer, deadline
+        )
         share = (pool.capacity // 2 if max_bytes is None else max_bytes) // max(len(channels), 1)
         self._writers = {
             name: TierWriter(name, backend, shared, share) for name, backend in channels.items()
@@ -166,7 +168,9 @@ class Saver:
             raise ClosedError("CacheFlow was closed before this could be saved")
         segments = self._engine.segments(request_id)
         canonical = canonical_tokens(segments, self._engine.grid)
-        save = Save(request_id, keys, segments, canonical // self._engine.layout.chunk_tokens)
+        size = self._engine.layout.chunk_tokens
+        exact = exact_tokens(segments, size * len(keys))
+        save = Save(request_id, keys, segments, canonical // size, exact // size)
         for tier, indices in chunks.items():
             save.saved[tier] = Saved(pending=len(indices))
             if indices:
@@ -266,7 +270,7 @@ class Saver:
             self._writers[name].keep(chunk)
         if index not in save.waiting:
             return
-        copy = self._staged.get(save.keys[index], canonical=save.is_canonical(index))
+        copy = self._staged.get(save.keys[index], save.rank(index))
         if copy is None:
             try:
                 copy = await self._made(save, index)
@@ -322,7 +326,7 @@ class Saver:
             segments=clip_segments(save.segments, tokens),
             canonical=save.is_canonical(index),
             stamp=self._stamp,
-            lossy=tokens.stop > exact_tokens(save.segments, tokens.stop),
+            lossy=save.is_lossy(index),
         )
         return Write(info, (buffer_from(header), lease.buffer))
 

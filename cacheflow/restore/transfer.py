@@ -1,4 +1,4 @@
-"""One load: staging, reads, verification, commit, publication. Every byte is checked off the loop.
+"""One load: staging, reads, checks, decoding, publication. Every byte is checked off the loop.
 
 Knows one load at a time; what to load, and what a failure means, is the scheduler's business.
 """
@@ -9,18 +9,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cacheflow.errors import IntegrityError
-from cacheflow.kv import verify
-from cacheflow.types import LoadOutcome, Read, Span, StagedPart, TransferStatus
+from cacheflow.kv import decode_layers, verify
+from cacheflow.types import Codec, LoadOutcome, Read, Span, StagedPart, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.abc import StorageBackend
+    from cacheflow.kv import ChunkAuth
     from cacheflow.memory import Lease
     from cacheflow.tiers import Located
     from cacheflow.types import ChunkInfo, Load
 
-__all__ = ["LoadFailed", "Piece", "fetch", "lay_out", "published_parts", "verify_pieces"]
+__all__ = [
+    "LoadFailed",
+    "Piece",
+    "fetch",
+    "lay_out",
+    "published_parts",
+    "staged_bytes",
+    "verify_pieces",
+]
 
 _OUTCOMES = {
     TransferStatus.MISSING: LoadOutcome.MISSING,
@@ -49,7 +58,25 @@ class Piece:
     info: ChunkInfo
     layers: Span
     read: Read
+    stored: memoryview
+    """The bytes that are read."""
     view: memoryview
+    """What they stand for: the same memory, unless they are encoded."""
+
+
+def staged_bytes(load: Load, located: Located) -> int:
+    """Staging memory that ``load`` needs: for what is read, and for what is decoded from it."""
+    return sum(
+        info.layer_range(layers)[1] + _decoded_bytes(info, layers)
+        for chunk in load.chunks
+        for info, layers in located.pieces(chunk, load.layers)
+    )
+
+
+def _decoded_bytes(info: ChunkInfo, layers: Span) -> int:
+    if info.codec is Codec.RAW:
+        return 0
+    return info.layout.payload_bytes(len(layers), len(info.key.heads))
 
 
 def lay_out(load: Load, located: Located, lease: Lease) -> list[Piece]:
@@ -60,9 +87,12 @@ def lay_out(load: Load, located: Located, lease: Lease) -> list[Piece]:
         for info, layers in located.pieces(chunk, load.layers):
             offset, nbytes = info.layer_range(layers)
             read = Read(info.key, offset, lease.part(at, nbytes))
-            view = lease.view[at : at + nbytes]
-            pieces.append(Piece(chunk, info, layers, read, view))
+            stored = view = lease.view[at : at + nbytes]
             at += nbytes
+            if decoded := _decoded_bytes(info, layers):
+                view = lease.view[at : at + decoded]
+                at += decoded
+            pieces.append(Piece(chunk, info, layers, read, stored, view))
     return pieces
 
 
@@ -79,8 +109,8 @@ async def fetch(backend: StorageBackend, pieces: Sequence[Piece]) -> None:
         if result.status is not TransferStatus.OK:
             reason = str(result.error) if result.error else result.status.value
             failed[piece.chunk] = (_OUTCOMES[result.status], reason)
-        elif result.nbytes != len(piece.view):
-            wrong = f"{result.nbytes} of {len(piece.view)} bytes"
+        elif result.nbytes != len(piece.stored):
+            wrong = f"{result.nbytes} of {len(piece.stored)} bytes"
             failed[piece.chunk] = (LoadOutcome.SHORT, wrong)
     for piece in by_read.values():
         failed.setdefault(piece.chunk, (LoadOutcome.MISSING, "the backend gave no result"))
@@ -89,8 +119,9 @@ async def fetch(backend: StorageBackend, pieces: Sequence[Piece]) -> None:
         raise LoadFailed(outcome, tuple(failed), reason)
 
 
-def verify_pieces(pieces: Sequence[Piece]) -> None:
-    """Check every run of every piece against its object's table; runs in a verifier thread.
+def verify_pieces(pieces: Sequence[Piece], auth: ChunkAuth | None = None) -> None:
+    """Check every run of every piece against its object's table (its tags, with ``auth``), then
+    decode what is encoded; runs in a verifier thread.
 
     Raises:
         LoadFailed: with the chunks whose bytes are not what was stored.
@@ -98,7 +129,9 @@ def verify_pieces(pieces: Sequence[Piece]) -> None:
     corrupt: dict[int, str] = {}
     for piece in pieces:
         try:
-            verify(piece.info, piece.layers, piece.view)
+            verify(piece.info, piece.layers, piece.stored, auth)
+            if piece.view is not piece.stored:
+                decode_layers(piece.info, piece.layers, piece.stored, piece.view)
         except IntegrityError as error:
             corrupt[piece.chunk] = str(error)
     if corrupt:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cacheflow.restore.tasks import on_loop_when_idle
+from cacheflow.tiers.ranks import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,8 +30,8 @@ class Turn:
         """Saves that have looked, or will, chunks that wait for their turn, and I/O that has not
         ended."""
         self._lock = asyncio.Lock()
-        self._best = 0
-        """The best copy that may have been stored meanwhile: 0 none, 1 any, 2 a canonical one."""
+        self._best = Rank.NONE
+        """The best copy that may have been stored meanwhile."""
 
     async def begin(self) -> None:
         """Wait until nobody else is storing this key."""
@@ -40,13 +41,13 @@ class Turn:
         """Let the next one begin."""
         self._lock.release()
 
-    def is_kept(self, canonical: bool) -> bool:
-        """Whether what was stored meanwhile is at least as good as a copy of this kind."""
-        return self._best >= 1 + canonical
+    def is_kept(self, rank: Rank) -> bool:
+        """Whether what was stored meanwhile is at least as good."""
+        return self._best >= rank
 
-    def stored(self, canonical: bool) -> None:
+    def stored(self, rank: Rank) -> None:
         """A copy of this kind is in the tier, or may be: how its store ended is not known."""
-        self._best = max(self._best, 1 + canonical)
+        self._best = max(self._best, rank)
 
 
 class Turns:

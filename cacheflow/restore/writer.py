@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Final
 
 from cacheflow.restore.tasks import on_loop_when_idle
 from cacheflow.restore.writes import MAX_QUEUED, Chunk, WriteQueue
-from cacheflow.types import LoadOutcome, Span, StoreEnded, TransferStatus
+from cacheflow.tiers.ranks import rank_here, rank_stored
+from cacheflow.types import Codec, LoadOutcome, StoreEnded, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.abc import StorageBackend
     from cacheflow.clock import Clock
+    from cacheflow.kv import Stamp
     from cacheflow.restore.tasks import Pulse
     from cacheflow.restore.turns import Turns
     from cacheflow.restore.writes import Save
+    from cacheflow.tiers.ranks import Rank
     from cacheflow.tiers.staged import Copy, StagedCopies
     from cacheflow.types import ChunkKey, KVLayout, Observer
 
@@ -56,6 +59,8 @@ class Shared:
     """What the writers of all tiers have in common."""
 
     layout: KVLayout
+    stamp: Stamp
+    """Who stores: copies of others are none."""
     staged: StagedCopies
     turns: Turns
     pulse: Pulse
@@ -117,17 +122,24 @@ class TierWriter:
     async def _wanted(
         self, save: Save, indices: Sequence[int], keys: Sequence[ChunkKey]
     ) -> list[int]:
-        """Chunks that are not stored, or stored from another history while ours is canonical."""
-        layout = self._shared.layout
-        whole = Span(0, layout.num_layers)
+        """Chunks of which nothing as good as ours is stored."""
         async with asyncio.timeout(self._shared.deadline):
             found = await self._backend.lookup(keys)
-        wanted = []
-        for index, infos in zip(indices, found, strict=True):
-            good = [i for i in infos if i.key.layers == whole and i.layout == layout]
-            if not good or (save.is_canonical(index) and not any(i.canonical for i in good)):
-                wanted.append(index)
-        return wanted
+        layout, stamp = self._shared.layout, self._shared.stamp
+
+        def better() -> list[int]:
+            return [
+                index
+                for index, infos in zip(indices, found, strict=True)
+                if rank_stored(infos, layout, stamp) < self._rank(save.rank(index))
+            ]
+
+        # Authentication hashes every header.
+        return better() if stamp.auth is None else await asyncio.to_thread(better)
+
+    def _rank(self, rank: Rank) -> Rank:
+        """How good a copy is once it is stored here."""
+        return rank_here(rank, self._backend.capabilities.codec)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -154,7 +166,7 @@ class TierWriter:
             return _LATE, "another save of it has not ended"
         outcome = ""
         try:
-            if turn.is_kept(copy.canonical):
+            if turn.is_kept(self._rank(copy.rank)):
                 outcome = _KEPT
                 return outcome, ""
             may_be_there = True
@@ -163,7 +175,7 @@ class TierWriter:
                 may_be_there = outcome in (TransferStatus.OK, _LATE)
             finally:
                 if may_be_there:
-                    turn.stored(copy.canonical)
+                    turn.stored(self._rank(copy.rank))
             return outcome, reason
         finally:
             turns.end(self.tier, chunk.key, None if outcome in _DEFINITE else copy.lease.hold)
@@ -181,7 +193,7 @@ class TierWriter:
 
     def keep(self, chunk: Chunk) -> None:
         """End ``chunk``, which waits, if another save has stored one as good meanwhile."""
-        if chunk.turn.is_kept(chunk.save.is_canonical(chunk.index)):
+        if chunk.turn.is_kept(self._rank(chunk.save.rank(chunk.index))):
             self._end(chunk, _KEPT)
 
     # -- ends ----------------------------------------------------------------------------------
@@ -213,7 +225,7 @@ class TierWriter:
             self.queue.held_bytes -= copy.lease.buffer.nbytes
             self._shared.pulse.beat()
 
-        if outcome == TransferStatus.OK:
+        if outcome == TransferStatus.OK and self._backend.capabilities.codec is Codec.RAW:
             copy.tier = copy.tier or self.tier
         if outcome in _DEFINITE or not copy.lease.hold.in_flight:
             freed()

@@ -10,10 +10,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.tiers.ranks import rank_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from cacheflow.restore.turns import Turn
+    from cacheflow.tiers.ranks import Rank
     from cacheflow.tiers.staged import Copy
     from cacheflow.types import ChunkKey, Segment
 
@@ -46,6 +49,8 @@ class Save:
     keys: Sequence[ChunkKey]
     segments: tuple[Segment, ...]
     canonical_chunks: int
+    exact_chunks: int
+    """Leading chunks that no lossy codec has touched."""
     saved: dict[str, Saved] = field(default_factory=dict)
     """By tier."""
     asking: int = 0
@@ -62,6 +67,14 @@ class Save:
     def is_canonical(self, chunk: int) -> bool:
         """Whether the chunk was computed on the grid from the first token on."""
         return chunk < self.canonical_chunks
+
+    def is_lossy(self, chunk: int) -> bool:
+        """Whether a lossy codec has touched the chunk, or what it was computed from."""
+        return chunk >= self.exact_chunks
+
+    def rank(self, chunk: int) -> Rank:
+        """How good a copy of the chunk is."""
+        return rank_of(canonical=self.is_canonical(chunk), lossy=self.is_lossy(chunk))
 
     @property
     def is_captured(self) -> bool:

@@ -10,15 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from cacheflow.tiers.encoded import Encoded
     from cacheflow.tiers.guarded import Guarded
     from cacheflow.tiers.health import Ailment, Health, HealthLimits
     from cacheflow.tiers.located import Located, locate
     from cacheflow.tiers.tier import Tier
 
-__all__ = ["Ailment", "Guarded", "Health", "HealthLimits", "Located", "Tier", "locate"]
+__all__ = ["Ailment", "Encoded", "Guarded", "Health", "HealthLimits", "Located", "Tier", "locate"]
 
 _WHERE: Final = {
     "Ailment": "health",
+    "Encoded": "encoded",
     "Guarded": "guarded",
     "Health": "health",
     "HealthLimits": "health",

@@ -1,4 +1,4 @@
-"""From settings to tiers: backend, then what guards it, then index, capacity and eviction."""
+"""From settings to tiers: backend, what guards it, index and capacity and eviction, and codec."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 
 from cacheflow.errors import ConfigError
 from cacheflow.registry import load_backend
+from cacheflow.tiers.encoded import Encoded
 from cacheflow.tiers.guarded import Guarded
 from cacheflow.tiers.tier import Tier
 from cacheflow.tiers.value import FLAT
+from cacheflow.types import Codec
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
     from cacheflow.abc import StorageBackend
     from cacheflow.clock import Clock
+    from cacheflow.kv import Stamp
     from cacheflow.settings import Settings, TierSettings
     from cacheflow.tiers.value import Value
     from cacheflow.types import Observer
@@ -24,11 +27,16 @@ __all__ = ["open_tiers"]
 
 
 async def open_tiers(
-    settings: Settings, stack: AsyncExitStack, value: Value, clock: Clock, observer: Observer
+    settings: Settings,
+    stack: AsyncExitStack,
+    value: Value,
+    stamp: Stamp,
+    clock: Clock,
+    observer: Observer,
 ) -> dict[str, StorageBackend]:
     """The tiers of ``settings`` by name, fastest first; ``stack`` closes them.
 
-    ``value``: what objects are worth, for those tiers whose eviction asks.
+    ``value``: what objects are worth, for those tiers whose eviction asks. ``stamp``: who stores.
 
     Raises:
         ConfigError: a backend is not there, or an option of it cannot be used.
@@ -46,7 +54,10 @@ async def open_tiers(
             observer=observer,
         )
         asked = value if tier.eviction == "cost-aware" else FLAT
+        opened: StorageBackend
         opened = await Tier.over(guarded, tier, clock=clock, observer=observer, value=asked)
+        if tier.codec is not Codec.RAW:
+            opened = Encoded(opened, tier.codec, stamp)
         stack.push_async_callback(opened.aclose)
         tiers[tier.name] = opened
     return tiers

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from cacheflow.abc import StorageBackend
+from cacheflow.tiers.ranks import rank_of
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from cacheflow.memory import Lease
+    from cacheflow.tiers.ranks import Rank
     from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
 
 __all__ = ["STAGED_CHANNEL", "Copy", "StagedCopies"]
@@ -45,12 +47,13 @@ class Copy:
     users: int = 1
     """Who makes it is the first."""
     tier: str = ""
-    """A tier that has it by now."""
+    """A tier that has it by now, as it is."""
 
     @property
-    def canonical(self) -> bool:
-        """Whether nothing can replace it."""
-        return self.write.info.canonical
+    def rank(self) -> Rank:
+        """How good it is."""
+        info = self.write.info
+        return rank_of(canonical=info.canonical, lossy=info.lossy)
 
 
 class StagedCopies(StorageBackend):
@@ -76,10 +79,10 @@ class StagedCopies(StorageBackend):
 
     # -- for who stages ------------------------------------------------------------------------
 
-    def get(self, key: ChunkKey, *, canonical: bool) -> Copy | None:
+    def get(self, key: ChunkKey, rank: Rank) -> Copy | None:
         """The copy of ``key`` if it is at least as good as asked."""
         copy = self._copies.get(key)
-        return copy if copy is not None and copy.canonical >= canonical else None
+        return copy if copy is not None and copy.rank >= rank else None
 
     def add(self, copy: Copy) -> None:
         """``copy`` can be found from now on."""

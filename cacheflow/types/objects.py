@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.types.geometry import PAGE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cacheflow.types.geometry import KVLayout, Segment, Span
 
 __all__ = [
@@ -140,13 +142,20 @@ class ChunkInfo:
         first, stop = (edge - self.key.layers.start for edge in (layers.start, layers.stop))
         return self.payload_offset + self._stored(0, first), self._stored(first, stop)
 
-    def block_length(self, layer: int) -> int:
-        """Bytes of absolute ``layer``'s block as stored, without its padding."""
-        if layer not in self.key.layers:
-            raise ValueError(f"layer {layer} is not in {self.key.layers}")
+    def block_sizes(self, layers: Span) -> list[int]:
+        """Bytes from each layer's block to the next, padding included."""
         if self.codec is Codec.RAW:
-            return self.layout.layer_bytes(len(self.key.heads))
-        return int(unpack_from("<Q", self.lengths, 8 * (layer - self.key.layers.start))[0])
+            return [self.layout.layer_stride(len(self.key.heads))] * len(layers)
+        return [-(-length // PAGE) * PAGE for length in self.block_lengths(layers)]
+
+    def block_lengths(self, layers: Span) -> Sequence[int]:
+        """Bytes of each layer's block as stored, without its padding."""
+        if not self.key.layers.covers(layers):
+            raise ValueError(f"layers {layers} are not all in {self.key.layers}")
+        if self.codec is Codec.RAW:
+            return [self.layout.layer_bytes(len(self.key.heads))] * len(layers)
+        first = layers.start - self.key.layers.start
+        return unpack_from(f"<{len(layers)}Q", self.lengths, 8 * first)
 
     def _stored(self, first: int, stop: int) -> int:
         """Bytes of blocks ``[first, stop)``, counted from the object's first layer."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from cacheflow.types.objects import Codec
+
 if TYPE_CHECKING:
     from cacheflow.errors import CacheFlowError
     from cacheflow.types.objects import ChunkInfo, ObjectKey
@@ -117,6 +119,8 @@ class Capabilities:
     """Objects survive the process."""
     shared: bool = False
     """Other processes see the same objects."""
+    codec: Codec = Codec.RAW
+    """How raw chunks that are stored here are kept."""
     memory_kinds: frozenset[MemoryKind] = field(
         default_factory=lambda: frozenset({MemoryKind.PAGEABLE, MemoryKind.PINNED})
     )

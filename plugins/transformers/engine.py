@@ -253,22 +253,36 @@ class TransformersEngine:
 
     async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
         """See :meth:`cacheflow.abc.Engine.decode`."""
+        return await self._step(request_ids, tokens, lambda logits: logits.argmax(-1).tolist())
+
+    async def decode_logits(
+        self, request_ids: Sequence[str], tokens: Sequence[int]
+    ) -> torch.Tensor:
+        """The same step, for its logits ``[requests, vocabulary]`` (fp32, on the CPU)."""
+        return await self._step(request_ids, tokens, lambda logits: logits.float().cpu())
+
+    async def _step(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[int],
+        chosen: Callable[[torch.Tensor], T],
+    ) -> T:
+        """Append one token to each request; ``chosen`` of the logits after it."""
         if len(set(request_ids)) != len(request_ids):
             raise ValueError("a request cannot decode two tokens in one step")
         requests = [self._requests.get(request_id) for request_id in request_ids]
         self._requests.append(requests, [[token] for token in tokens])
         positions = [len(request.tokens) - 1 for request in requests]
 
-        def work() -> list[int]:
+        def work() -> T:
             with self._streams.compute():
                 hidden = self._walker.step(requests, tokens, positions)
-                chosen: list[int] = self._walker.logits(hidden)[:, -1].argmax(-1).tolist()
-                return chosen
+                return chosen(self._walker.logits(hidden)[:, -1])
 
-        chosen = await self._on(self._compute, requests, work)
+        made = await self._on(self._compute, requests, work)
         for request, position in zip(requests, positions, strict=True):
             request.computed(position, position + 1)
-        return chosen
+        return made
 
     # -- copies --------------------------------------------------------------------------------
 

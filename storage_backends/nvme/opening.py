@@ -62,7 +62,8 @@ def _read_manifest(folder: StoreFolder) -> bytes:
 def _write_manifest(folder: StoreFolder) -> None:
     temporary, manifest = folder.new_temporary(), folder.root / MANIFEST
     try:
-        with temporary.open("xb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(folder.manifest())
         os.replace(temporary, manifest)
     except FileNotFoundError as error:

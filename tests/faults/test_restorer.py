@@ -194,9 +194,9 @@ async def test_checksums_are_taken_off_the_loop(monkeypatch: pytest.MonkeyPatch)
     """Every load is verified, none on the event loop's thread."""
     threads = set()
 
-    def watched(pieces: Any) -> None:
+    def watched(*arguments: Any) -> None:
         threads.add(threading.current_thread())
-        verify_pieces(pieces)
+        verify_pieces(*arguments)
 
     monkeypatch.setattr("cacheflow.restore.loads.verify_pieces", watched)
     async with rig() as r:

@@ -37,7 +37,7 @@ class Finding:
 async def verify_object(backend: StorageBackend, info: ChunkInfo) -> Finding:
     """Read and verify all layers of ``info``; stops at the first bad run."""
     name = format_name(info.key)
-    stride = info.layer_range(Span(info.key.layers.start, info.key.layers.start + 1))[1]
+    stride = max(info.block_sizes(info.key.layers))
     step = max(1, _STEP_BYTES // stride)
     pool = StagingPool(min(step, len(info.key.layers)) * stride)
     try:
