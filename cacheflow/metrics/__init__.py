@@ -5,6 +5,7 @@ from __future__ import annotations
 from cacheflow.metrics.endpoint import metrics_app, serve_metrics
 from cacheflow.metrics.lag import LoopLag
 from cacheflow.metrics.live import Live, LiveGauges
+from cacheflow.metrics.otel import OtelObserver
 from cacheflow.metrics.prometheus import PrometheusObserver
 from cacheflow.metrics.timeline import Timeline
 from cacheflow.metrics.watch import watch
@@ -13,6 +14,7 @@ __all__ = [
     "Live",
     "LiveGauges",
     "LoopLag",
+    "OtelObserver",
     "PrometheusObserver",
     "Timeline",
     "metrics_app",
