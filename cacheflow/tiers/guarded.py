@@ -27,7 +27,7 @@ from cacheflow.tiers.recovery import Recovery
 from cacheflow.types import Read, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 
     from cacheflow.clock import Clock
     from cacheflow.tiers.health import Health, HealthLimits
@@ -181,7 +181,7 @@ class Guarded(StorageBackend):
             self._known.appendleft(read.key)
 
     def distrust(self, keys: Sequence[ObjectKey]) -> None:
-        """These are misses until they are stored anew, or for a while."""
+        """These are misses until somebody stores or deletes them, or for a while."""
         for key in keys:
             self._doubt(key, Ailment.CORRUPT)
         self.inner.distrust(keys)
@@ -219,6 +219,7 @@ class Guarded(StorageBackend):
             wrong, ended = Ailment.RAISED, True
             raise
         finally:
+            self._dispel(write.info.key for write in writes)
             if ended:
                 (self._recovery.write_probed if is_probe else self._recovery.written)(wrong)
             elif is_probe:
@@ -245,20 +246,24 @@ class Guarded(StorageBackend):
     ) -> Ailment | None:
         wrong = None if len(results) == len(writes) else Ailment.FAILED
         for result in results:
-            if result.status is TransferStatus.OK:
-                self._doubts.dispel(_key(result.request))
             wrong = _AILMENTS.get(result.status, wrong)
         return wrong
+
+    def _dispel(self, keys: Iterable[ObjectKey]) -> None:
+        """However a store or delete ended: what was known of the objects before is out of date, and
+        who keeps an index in front has to be told what is there."""
+        for key in keys:
+            self._doubts.dispel(key)
 
     # -- names ---------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         self._check()
         self._check_well("delete")
-        deleted = await self._names("delete", len(keys), self.inner.delete(keys))
-        for key in keys:
-            self._doubts.dispel(key)
-        return deleted
+        try:
+            return await self._names("delete", len(keys), self.inner.delete(keys))
+        finally:
+            self._dispel(keys)
 
     async def scan(self) -> AsyncIterator[ChunkInfo]:
         self._check()

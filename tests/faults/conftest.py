@@ -1,13 +1,20 @@
-"""A tiny random Llama, for faults that only a real model's bits can show."""
+"""A tiny random Llama, for faults that only a real model's bits can show.
+
+Lets these tests import what lies beside them, and the benchmarks they run a tenth of.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
 
 import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).parents[2]
+
+for folder in (ROOT, ROOT / "benchmarks"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 @pytest.fixture(scope="session")

@@ -161,6 +161,20 @@ async def test_an_object_that_cannot_be_read_is_a_miss_at_once() -> None:
         assert r.tier.reading.counts == {Ailment.SHORT: 1, Ailment.CORRUPT: 1}
 
 
+async def test_a_store_that_ended_in_doubt_ends_doubts() -> None:
+    """Cancelled half way it may have landed: whoever keeps an index asks, and has to be told."""
+    async with rig(limits=HealthLimits(failures=100)) as r:
+        r.tier.distrust([OBJECTS[0].key])
+        assert await r.found() == 5
+        r.faulty.inject(Fault(FaultKind.HANG, "store"))
+        task = asyncio.create_task(r.tier.store([OBJECTS[0].write()]))
+        await r.faulty.hanging.wait()
+        assert await r.found() == 5
+        task.cancel()
+        await asyncio.wait([task])
+        assert await r.found() == 6
+
+
 async def test_missing_objects_do_not_make_it_sick() -> None:
     """Eviction between lookup and load is nobody's fault."""
     async with rig() as r:
