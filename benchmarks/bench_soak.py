@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rigs import show, start
 
-from cacheflow.errors import IntegrityError
+from cacheflow.errors import BackendError, IntegrityError
 from cacheflow.kv import decode_header, encode_header, verify
 from cacheflow.memory import StagingPool
 from cacheflow.registry import load_backend
@@ -141,12 +141,14 @@ class Soak:
             faulty = FaultyBackend(await kind.open(settings), FAULTS, seed=self._seed)
             limits = HealthLimits(first_wait=0.05, longest_wait=0.2)
             guarded = Guarded(faulty, name, limits=limits)
-            tier_settings = TierSettings(
-                name=name,
-                backend=name,
-                capacity_bytes=CAPS[name],
-                tenant_quota_bytes=QUOTA,
-                lease_seconds=0.02,
+            tier_settings = TierSettings.model_validate(
+                {
+                    "name": name,
+                    "backend": name,
+                    "capacity_bytes": CAPS[name],
+                    "tenant_quota_bytes": QUOTA,
+                    "lease_seconds": 0.02,
+                }
             )
             tier = await Tier.over(guarded, tier_settings, observer=self.ledger.hear)
             stack.push_async_callback(tier.aclose)
@@ -247,6 +249,7 @@ class Soak:
         if result.status is TransferStatus.OK:
             stored = by_key[result.request.key]  # type: ignore[union-attr]
             view = result.request.buffer.view  # type: ignore[union-attr]
+            assert view is not None
             try:
                 verify(stored.info, Span(0, stored.info.layout.num_layers), view)
             except IntegrityError:
@@ -281,8 +284,6 @@ class Soak:
 
 async def _tolerant(asking: Any) -> Any:
     """An answer, or None where the tier says that it has none."""
-    from cacheflow.errors import BackendError
-
     try:
         return await asking
     except BackendError:

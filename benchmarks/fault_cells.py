@@ -42,6 +42,7 @@ FAULTS: Final = (
 _NEW_TOKENS: Final = 3
 _DEADLINE: Final = 2.0
 _PATIENCE: Final = 60.0
+_TRIES: Final = 5
 _QUICK: Final = HealthLimits(first_wait=0.05, longest_wait=0.5)
 """Probed often, so that a cell does not wait long for its tier to be taken back."""
 
@@ -189,9 +190,11 @@ class Stage:
             seen.wrong.append("a tier was not taken back")
         await self._restore(flow, seen, "after", prompt=self.longer, save=True)
         await flow.flush(_PATIENCE)
-        report = await self._restore(flow, seen, "repaired", prompt=self.longer, policy="load")
-        if report.restoration is None or not report.restoration.loaded_cells:
-            seen.wrong.append("nothing was loaded after the fault")
+        for _ in range(_TRIES):  # a small model is sometimes done before a lookup has answered
+            report = await self._restore(flow, seen, "repaired", prompt=self.longer, policy="load")
+            if report.restoration is not None and report.restoration.loaded_cells:
+                return
+        seen.wrong.append("nothing was loaded after the fault")
 
     async def _restore(
         self,
@@ -228,7 +231,7 @@ class Stage:
             stores.append(("good", "dram", chunks))
         if cell.setup == "second":
             stores.insert(0, ("good", "dram", chunks[::2]))
-        tiers = {}
+        tiers: dict[str, Tier] = {}
         for name, medium, have in stores:
             inner = await self._open(medium)
             for chunk in have:

@@ -41,10 +41,12 @@ async def test_requests_complete_whatever_storage_does(
         stage = Stage(engine, tmp_path, tokens[:300], tokens, compute, 20e6, 8 << 20)
         await stage.prepare()
         cells = list(bench.matrix(MEDIA, [setup]))[SETUPS.index(setup) :: EVERY]
+        strikes = 0  # in all: beside a good tier the sick one may not even be asked
         for cell in cells:
             seen = (await bench.settle(stage, cell, LIMITS))[-1]
             assert not seen.wrong, cell.name
             assert seen.excess(LIMITS) <= 0.0, cell.name
-            assert seen.strikes > 0, cell.name
+            strikes += seen.strikes
+        assert strikes > 0
     finally:
         await engine.aclose()
