@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from cacheflow.errors import ConfigError
 from cacheflow.metrics import genai
@@ -25,7 +25,7 @@ from cacheflow.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import Tracer, TracerProvider
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from cacheflow.types import Event
 
 __all__ = ["OtelObserver"]
+
+_About: TypeAlias = "dict[str, str | bool | int | float]"
 
 _NANOSECONDS: Final = 1_000_000_000
 _OPEN_REQUESTS: Final = 4096
@@ -126,7 +128,7 @@ class OtelObserver:
             span.end(self._ns(end))
         root.end(self._ns(stop))
 
-    def _common(self, policy: str, outcome: str) -> dict[str, str | int | float]:
+    def _common(self, policy: str, outcome: str) -> _About:
         return {
             genai.SYSTEM: "cacheflow",
             genai.OPERATION: "text_completion",
@@ -141,12 +143,12 @@ class OtelObserver:
 
 def _spans(
     events: list[Event],
-) -> Iterator[tuple[str, float, float, Mapping[str, str | int | bool]]]:
+) -> Iterator[tuple[str, float, float, _About]]:
     """``(name, start, stop, attributes)`` of what was done for one request."""
     for event in events:
         match event:
             case LookedUp():
-                about = {"cacheflow.tier": event.channel, "cacheflow.found": event.found}
+                about: _About = {"cacheflow.tier": event.channel, "cacheflow.found": event.found}
                 yield "lookup", event.start, event.stop, about
             case LayersComputed():
                 name = "suffix" if event.is_suffix else "recompute"
@@ -169,7 +171,7 @@ def _spans(
                 pass
 
 
-def _cells(tile: int, first: int, stop: int) -> dict[str, str | int | bool]:
+def _cells(tile: int, first: int, stop: int) -> _About:
     return {
         "cacheflow.tile": tile,
         "cacheflow.layer.first": first,
