@@ -411,8 +411,7 @@ def _write_policy(
 
 
 def _stamp(settings: Settings, engine: Engine) -> Stamp:
-    secret = settings.auth_key.get_secret_value().encode()
-    auth = ChunkAuth(secret) if secret else None
+    auth = ChunkAuth(settings.auth_bytes) if settings.auth_bytes else None
     return Stamp(model_id(engine.identity), tenant_id(settings.salt_bytes), auth)
 
 

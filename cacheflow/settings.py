@@ -156,6 +156,11 @@ class Settings(BaseSettings):
         """The salt as the key root takes it; empty when none is set."""
         return self.salt.get_secret_value().encode()
 
+    @property
+    def auth_bytes(self) -> bytes:
+        """The secret that chunks are authenticated with; empty when none is set."""
+        return self.auth_key.get_secret_value().encode()
+
 
 def _explain(error: ValidationError) -> str:
     """One line: each bad setting by name, and what is wrong with it (never its value: secrets)."""

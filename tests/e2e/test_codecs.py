@@ -16,14 +16,14 @@ from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings
 from cacheflow.testing.vault import Vault
-from cacheflow.types import Codec, Span, TileGrid
+from cacheflow.types import Codec, LoadEnded, Span, TileGrid
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
     from pathlib import Path
 
     from cacheflow.restore import Restoration
-    from cacheflow.types import ChunkInfo
+    from cacheflow.types import ChunkInfo, Event
 
 CHUNK = 256
 """Layer blocks of 64 KiB in float32, 32 KiB in bfloat16: large enough to shrink by pages."""
@@ -50,18 +50,22 @@ class Turn:
     restoration: Restoration
     payloads: Sequence[bytearray]
     """The KV of the prompt's whole chunks, as the engine has it."""
+    loaded: int
+    """Bytes that loads took off the tiers."""
 
 
 async def turn(engine: Any, prompt: list[int], policy: str, **settings: Any) -> Turn:
     options: dict[str, Any] = {"staging_bytes": 1 << 24, "keep_costs": False, **settings}
-    async with CacheFlow.open(Settings(**options), engine=engine) as flow:
+    events: list[Event] = []
+    async with CacheFlow.open(Settings(**options), engine=engine, observer=events.append) as flow:
         session, report = flow.session("s"), Generation()
         stream = session.generate(prompt, max_new_tokens=4, policy=policy, report=report)
         tokens = [token async for token in stream]
         assert session._request is not None
         vault = await Vault.take(engine, session._request, prompt)
         assert report.restoration is not None
-        return Turn(tokens, report.restoration, vault.payloads)
+        loaded = sum(event.nbytes for event in events if isinstance(event, LoadEnded))
+        return Turn(tokens, report.restoration, vault.payloads, loaded)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -82,7 +86,8 @@ def stored_in(folder: Path) -> Iterator[tuple[Path, ChunkInfo]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_lossless_is_bit_equal(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     """zstd: the chunks on disk are smaller and canonical, and what is restored from them, by loads
-    alone or by both ends, is torch.equal to the run that never forgot."""
+    alone or by both ends, is torch.equal to the run that never forgot; loads count the bytes as
+    stored."""
     prompt = prompt_of(TOKENS)
     async with engine_of(model_folder, dtype) as engine:
         cold = await turn(engine, prompt, "recompute", tiers=[tier(tmp_path, "zstd")])
@@ -95,6 +100,7 @@ async def test_lossless_is_bit_equal(model_folder: Path, tmp_path: Path, dtype: 
             warm = await turn(engine, prompt, policy, tiers=[tier(tmp_path, "zstd")])
             if policy == "load":
                 assert warm.restoration.recomputed_cells == 0
+                assert warm.loaded == sum(info.nbytes - info.payload_offset for info in infos)
             assert warm.restoration.failed_loads == 0
             assert warm.tokens == cold.tokens
             for ours, theirs in zip(warm.payloads, cold.payloads, strict=True):

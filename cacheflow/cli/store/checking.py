@@ -10,6 +10,9 @@ import typer
 from cacheflow.cli.output import AsJson, figures, human_bytes, print_json, progress, run
 from cacheflow.cli.store.opening import Folder, Yes, collect, confirm, opened, remove
 from cacheflow.cli.store.verifying import Finding, verify_object
+from cacheflow.errors import ConfigError
+from cacheflow.kv import ChunkAuth
+from cacheflow.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,16 +40,21 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove bad objects and files that are none any more.")
     ] = False,
+    auth: Annotated[
+        bool, typer.Option("--auth", help="Check tags too, with the secret CACHEFLOW_AUTH_KEY.")
+    ] = False,
     yes: Yes = False,
     json: AsJson = False,
 ) -> None:
     """Read every object whole and compare all checksums. Exits with 1 when one is bad.
 
+    With --auth an object that was not written by who has the secret is bad as well.
+
     Files that are no objects any more (truncated, say) are never served, only reported. With
     --repair both are removed: they are recomputed when they are needed again. Files that never were
     objects are reported and left alone.
     """
-    found = run(_verify(folder))
+    found = run(_verify(folder, _checker() if auth else None))
     damaged = [*found.bad, *found.invalid]
     removed = 0
     if repair and damaged:
@@ -85,7 +93,14 @@ def _show(found: _Checked, removed: int) -> None:
         out.print(f"{removed} damaged objects removed", highlight=False)
 
 
-async def _verify(folder: Path) -> _Checked:
+def _checker() -> ChunkAuth:
+    secret = Settings().auth_bytes
+    if not secret:
+        raise ConfigError("--auth: set CACHEFLOW_AUTH_KEY to the secret of the store's writers")
+    return ChunkAuth(secret)
+
+
+async def _verify(folder: Path, auth: ChunkAuth | None) -> _Checked:
     async with opened(folder) as backend:
         infos = await collect(backend)
         valid = {info.key for info in infos}
@@ -94,7 +109,7 @@ async def _verify(folder: Path) -> _Checked:
         with progress(in_bytes=True) as bar:
             task = bar.add_task("verifying", total=sum(info.nbytes for info in infos))
             for info in infos:
-                findings.append(await verify_object(backend, info))
+                findings.append(await verify_object(backend, info, auth))
                 if findings[-1].error:
                     bad.append(info.key)
                 bar.advance(task, info.nbytes)

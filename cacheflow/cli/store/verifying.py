@@ -1,4 +1,4 @@
-"""Reads one stored object whole, a few layers at a time, and compares its checksums.
+"""Reads one stored object whole, a few layers at a time, and compares its checksums, or its tags.
 
 Uses the storage contract and the codec; memory stays bounded whatever the object's size.
 """
@@ -16,8 +16,8 @@ from cacheflow.types import Read, Span, TransferStatus
 
 if TYPE_CHECKING:
     from cacheflow.abc import StorageBackend
-    from cacheflow.memory import Lease
-    from cacheflow.types import ChunkInfo
+    from cacheflow.kv import ChunkAuth
+    from cacheflow.types import Buffer, ChunkInfo
 
 __all__ = ["Finding", "verify_object"]
 
@@ -34,9 +34,17 @@ class Finding:
     error: str = ""
 
 
-async def verify_object(backend: StorageBackend, info: ChunkInfo) -> Finding:
-    """Read and verify all layers of ``info``; stops at the first bad run."""
+async def verify_object(
+    backend: StorageBackend, info: ChunkInfo, auth: ChunkAuth | None = None
+) -> Finding:
+    """Read and verify all layers of ``info``; stops at the first bad run. ``auth``: who has to have
+    written it."""
     name = format_name(info.key)
+    try:
+        if auth is not None:
+            auth.check_header(info)
+    except IntegrityError as refused:
+        return Finding(name, info.nbytes, str(refused))
     stride = max(info.block_sizes(info.key.layers))
     step = max(1, _STEP_BYTES // stride)
     pool = StagingPool(min(step, len(info.key.layers)) * stride)
@@ -44,7 +52,8 @@ async def verify_object(backend: StorageBackend, info: ChunkInfo) -> Finding:
         for first in range(info.key.layers.start, info.key.layers.stop, step):
             layers = Span(first, min(first + step, info.key.layers.stop))
             with await pool.lease(layers_bytes := info.layer_range(layers)[1]) as lease:
-                if error := await _verify_layers(backend, info, layers, lease, layers_bytes):
+                buffer = lease.part(0, layers_bytes)
+                if error := await _verify_layers(backend, info, layers, buffer, auth):
                     return Finding(name, info.nbytes, error)
     finally:
         await pool.aclose()
@@ -52,16 +61,19 @@ async def verify_object(backend: StorageBackend, info: ChunkInfo) -> Finding:
 
 
 async def _verify_layers(
-    backend: StorageBackend, info: ChunkInfo, layers: Span, lease: Lease, nbytes: int
+    backend: StorageBackend,
+    info: ChunkInfo,
+    layers: Span,
+    buffer: Buffer,
+    auth: ChunkAuth | None,
 ) -> str:
-    buffer = lease.part(0, nbytes)
     read = Read(info.key, info.layer_range(layers)[0], buffer)
     for result in [result async for result in backend.load([read])]:
         if result.status is not TransferStatus.OK:
             return f"{result.status}: {result.error}" if result.error else str(result.status)
     assert buffer.view is not None  # staging memory is host memory
     try:
-        await asyncio.to_thread(verify, info, layers, buffer.view)
+        await asyncio.to_thread(verify, info, layers, buffer.view, auth)
     except IntegrityError as error:
         return str(error)
     return ""
