@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from cacheflow import __version__
-from cacheflow.cli import bench, demo, doctor, profile, simulate, store
+from cacheflow.cli import bench, demo, doctor, profile, simulate, store, timeline, top
 from cacheflow.errors import CacheFlowError
 
 __all__ = ["app", "main"]
@@ -45,6 +45,8 @@ app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("profile")(profile.profile)
 app.command("simulate")(simulate.simulate)
+app.command("timeline")(timeline.timeline)
+app.command("top")(top.top)
 app.add_typer(bench.app, name="bench")
 app.add_typer(store.app, name="store")
 

@@ -7,10 +7,12 @@ from cacheflow.metrics.lag import LoopLag
 from cacheflow.metrics.live import Live, LiveGauges
 from cacheflow.metrics.otel import OtelObserver
 from cacheflow.metrics.prometheus import PrometheusObserver
+from cacheflow.metrics.recording import EventRecorder, read_events
 from cacheflow.metrics.timeline import Timeline
 from cacheflow.metrics.watch import watch
 
 __all__ = [
+    "EventRecorder",
     "Live",
     "LiveGauges",
     "LoopLag",
@@ -18,6 +20,7 @@ __all__ = [
     "PrometheusObserver",
     "Timeline",
     "metrics_app",
+    "read_events",
     "serve_metrics",
     "watch",
 ]
