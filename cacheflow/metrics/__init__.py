@@ -9,6 +9,7 @@ from cacheflow.metrics.otel import OtelObserver
 from cacheflow.metrics.prometheus import PrometheusObserver
 from cacheflow.metrics.recording import EventRecorder, read_events
 from cacheflow.metrics.timeline import Timeline
+from cacheflow.metrics.together import together
 from cacheflow.metrics.watch import watch
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "metrics_app",
     "read_events",
     "serve_metrics",
+    "together",
     "watch",
 ]

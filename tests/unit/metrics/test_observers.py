@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cacheflow.metrics import PrometheusObserver, Timeline
+from cacheflow.metrics import PrometheusObserver, Timeline, together
 from cacheflow.types import (
     LayersComputed,
     LoadEnded,
@@ -106,3 +106,15 @@ def test_a_timeline_is_a_picture(tmp_path: Path) -> None:
         timeline(event)
     timeline.write_png(tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_that_fails_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Promise 9, for several observers: it is logged, and the next one is told."""
+
+    def failing(event: Event) -> None:
+        raise RuntimeError("no room on the dashboard")
+
+    seen: list[Event] = []
+    together(failing, seen.append)(EVENTS[0])
+    assert seen == EVENTS[:1]
+    assert "an observer failed on LookedUp" in caplog.text
