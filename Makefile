@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 ARGS ?=
 # Test processes: one a core, four at most (each loads torch and a model).
 WORKERS ?= auto
@@ -17,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benches start many processes: each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-full lint format typecheck layers tree bench dashboards setup wheel clean distclean
+.PHONY: help demo test test-full test-vllm setup-vllm bench-vllm lint format typecheck layers tree bench dashboards setup wheel clean distclean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -68,6 +69,14 @@ bench-%: benchmarks/bench_%.py $(VENV)/.dev
 dashboards: $(VENV)/.dev ## Write dashboards/grafana/*.json from dashboards/source
 	$(RUN) dashboards/source/generate.py
 
+setup-vllm: $(VENV_VLLM)/.vllm ## Make the environment with vLLM (CPU, 3 GB) in .venv-vllm
+
+test-vllm: $(VENV_VLLM)/.vllm ## Tests of the vLLM plugin inside vLLM
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(ARGS)
+
+bench-vllm: benchmarks/bench_vllm.py $(VENV_VLLM)/.vllm
+	$(VENV_VLLM)/bin/python $< $(ARGS)
+
 wheel: $(VENV)/.dev ## Build the wheel into dist/
 	rm -rf build/lib build/bdist.*
 	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w dist .
@@ -85,6 +94,13 @@ $(VENV)/.demo: requirements/demo.txt pyproject.toml
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.demo
 	$(RUN) -m pip install -q --no-compile -r $<
+	@touch $@
+
+# Everything is pinned and nothing resolved: vLLM's own requirements ask for more than it needs here.
+$(VENV_VLLM)/.vllm: requirements/vllm.txt pyproject.toml
+	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install -q --no-compile --no-deps -r $<
+	$(VENV_VLLM)/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 clean: ## Remove what was built, keep the virtual environment and models

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import shutil
+import signal
 import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +21,11 @@ from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
+from cacheflow.errors import BackendError
 from cacheflow.kv import format_name
 from cacheflow.registry import load_backend
 from cacheflow.testing.conformance import Pause, StorageBackendTests
-from cacheflow.testing.objects import make_object
+from cacheflow.testing.objects import load_one, make_object
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Iterator
@@ -114,10 +117,28 @@ class TestValkey(StorageBackendTests):
                 pause.go.set()
                 threads.shutdown()
 
-    async def _open(self, where: Path, connections: int) -> StorageBackend:
+    async def test_a_server_that_does_not_answer(self, tmp_path: Path) -> None:
+        """Reads and lookups of a server that hangs fail in bounded time, and may be tried again."""
+        stored = make_object(1)
+        backend = await self._open(tmp_path, connections=2, timeout=0.1)
+        await backend.store([stored.write()])
+        process = self.client.info("server")["process_id"]
+        os.kill(process, signal.SIGSTOP)
+        try:
+            result, _ = await load_one(backend, stored.key, 0, 4096)
+            assert isinstance(result.error, BackendError)
+            assert result.error.is_temporary
+            with pytest.raises(BackendError, match="imeout"):
+                await backend.lookup([stored.key.chunk])
+        finally:
+            os.kill(process, signal.SIGCONT)
+        assert await backend.lookup([stored.key.chunk]) == [[stored.info]]
+        await backend.aclose()
+
+    async def _open(self, where: Path, connections: int, timeout: float = 30) -> StorageBackend:
         port = self.client.connection_pool.connection_kwargs["port"]
         prefix = hashlib.sha256(str(where).encode()).hexdigest()[:16]
-        options = {"url": f"redis://127.0.0.1:{port}/0", "prefix": prefix, "timeout": 30}
+        options = {"url": f"redis://127.0.0.1:{port}/0", "prefix": prefix, "timeout": timeout}
         return await load_backend("valkey").open({**options, "connections": connections})
 
 

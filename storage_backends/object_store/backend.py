@@ -42,6 +42,8 @@ _CLOSE_SECONDS: Final = 1.0
 _COPY_THREADS: Final = 2
 _PAGE_OBJECTS: Final = 1000
 """Objects in one page of a listing; S3 gives no more."""
+_SCAN_BATCH: Final = 128
+"""Headers that a scan waits for at a time: it goes on in small steps."""
 _PARTS_AT_ONCE: Final = 4
 
 
@@ -144,12 +146,13 @@ class ObjectStoreBackend(StorageBackend):
         self._flights.check_open()
         async with aclosing(self._pages("scan")) as pages:
             async for page in pages:
-                try:
-                    infos = await self._valid(page)
-                except STORE_ERRORS as error:
-                    raise problem(error, "scan", self.where) from None
-                for info in infos:
-                    yield info
+                for at in range(0, len(page), _SCAN_BATCH):
+                    try:
+                        infos = await self._valid(page[at : at + _SCAN_BATCH])
+                    except STORE_ERRORS as error:
+                        raise problem(error, "scan", self.where) from None
+                    for info in infos:
+                        yield info
 
     async def used_bytes(self) -> int:
         """Bytes of all objects, those that turned out invalid included. Lists all of them: one

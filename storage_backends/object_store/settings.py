@@ -33,7 +33,7 @@ class ObjectStoreOptions(Options):
     """Region of the bucket; with ``s3://`` only."""
     anonymous: bool = False
     """Send unsigned requests: for public buckets and servers that ask for no credentials."""
-    concurrency: int = Field(default=32, ge=1, le=512)
+    concurrency: int = Field(default=64, ge=1, le=512)
     """Requests in flight at once: lookups, reads and deletes."""
     writers: int = Field(default=4, ge=1, le=64)
     """Objects being written at once."""

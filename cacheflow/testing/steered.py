@@ -1,0 +1,137 @@
+"""A store whose speed and faults are steered from another process, through a small JSON file.
+
+For engines that open their tiers in a process of their own, like vLLM's workers. Objects lie in
+memory; :func:`install` registers the backend as ``steered``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from cacheflow.abc import StorageBackend
+from cacheflow.errors import BackendError
+from cacheflow.registry import load_backend
+from cacheflow.types import TransferStatus
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, TransferResult, Write
+
+__all__ = ["SteeredStore", "install", "steer"]
+
+
+def install(folder: Path) -> None:
+    """Register the backend in ``folder``, for this process and those it starts."""
+    info = folder / "steered-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: steered\nVersion: 1.0\n")
+    entry = "[cacheflow.storage_backends]\nsteered = cacheflow.testing.steered:SteeredStore\n"
+    (info / "entry_points.txt").write_text(entry)
+    if str(folder) not in sys.path:  # which multiprocessing hands on
+        sys.path.append(str(folder))
+
+
+def steer(control: Path, **wishes: float | str) -> None:
+    """``seconds`` a load (one after the other), ``fail_after`` so many loads (-1: never), how to
+    fail (``fault``: "error", "corrupt" or "hang"), ``lookup`` seconds, ``clear`` (a new number
+    empties the store)."""
+    temporary = control.with_suffix(".new")
+    temporary.write_text(json.dumps(wishes))
+    temporary.replace(control)
+
+
+class SteeredStore(StorageBackend):
+    """``options``: ``control``, the file's path."""
+
+    name: ClassVar[str] = "steered"
+
+    def __init__(self, inner: StorageBackend, control: Path) -> None:
+        self.inner = inner
+        self.capabilities = inner.capabilities
+        self._control = control
+        self._free_at = 0.0
+        self._state: tuple[object, int] = (None, 0)
+        """The wishes seen last, and loads since then."""
+        self._cleared: object = None
+
+    @classmethod
+    async def open(cls, options: Mapping[str, object]) -> Self:
+        inner = await load_backend("dram").open({"capacity_bytes": 8 << 30})
+        return cls(inner, Path(str(options["control"])))
+
+    async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
+        wishes = await self._wishes()
+        await asyncio.sleep(float(wishes.get("lookup", 0.0)))
+        return await self.inner.lookup(keys)
+
+    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+        for read in reads:
+            read.buffer.hold.acquire()
+        try:
+            for read in reads:
+                yield await self._load(read)
+        finally:
+            for read in reads:
+                read.buffer.hold.release()
+
+    async def _load(self, read: Read) -> TransferResult:
+        wishes = await self._wishes()
+        loop = asyncio.get_running_loop()
+        self._free_at = max(self._free_at, loop.time()) + float(wishes.get("seconds", 0.0))
+        due = self._free_at
+        seen, count = self._state
+        self._state = (seen, count + 1)
+        after = int(wishes.get("fail_after", -1))
+        fails = 0 <= after <= count
+        if fails and wishes.get("fault") == "hang":
+            await asyncio.sleep(3600)
+        async for result in self.inner.load([read]):
+            await asyncio.sleep(max(due - loop.time(), 0.0))
+            return _spoiled(result, str(wishes.get("fault"))) if fails else result
+        raise BackendError("no result", operation="load")
+
+    async def _wishes(self) -> dict[str, float | str]:
+        try:
+            text = self._control.read_text()
+        except FileNotFoundError:
+            text = "{}"
+        wishes: dict[str, float | str] = json.loads(text)
+        if text != self._state[0]:
+            self._state = (text, 0)
+            self._free_at = 0.0
+        if wishes.get("clear", 0) != (self._cleared or 0):
+            self._cleared = wishes.get("clear", 0)
+            await self.inner.delete([info.key async for info in self.inner.scan()])
+        return wishes
+
+    async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
+        return await self.inner.store(writes)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return await self.inner.delete(keys)
+
+    async def scan(self) -> AsyncIterator[ChunkInfo]:
+        async for info in self.inner.scan():
+            yield info
+
+    async def used_bytes(self) -> int:
+        return await self.inner.used_bytes()
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+def _spoiled(result: TransferResult, fault: str) -> TransferResult:
+    if fault == "corrupt":
+        view = result.request.buffer.view  # type: ignore[union-attr]
+        assert view is not None
+        view[len(view) // 2] ^= 1
+        return result
+    error = BackendError("steered to fail", operation="load")
+    return replace(result, status=TransferStatus.FAILED, nbytes=0, error=error)

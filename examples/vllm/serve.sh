@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# vllm serve with CacheFlow on a folder: serve.sh MODEL [FOLDER] [more options of vllm serve]
+set -euo pipefail
+
+model=${1:?a model, for example a folder of weights}
+folder=${2:-/tmp/cacheflow-store}
+shift $(($# > 2 ? 2 : $#))
+
+export CACHEFLOW_TIERS="[{\"name\": \"disk\", \"backend\": \"nvme\", \"options\": {\"path\": \"$folder\"}}]"
+exec vllm serve "$model" \
+    --scheduler-cls cacheflow.plugins.vllm.scheduler.CacheFlowScheduler \
+    --kv-transfer-config '{
+        "kv_connector": "CacheFlowConnector",
+        "kv_connector_module_path": "cacheflow.plugins.vllm.connector",
+        "kv_role": "kv_both"}' \
+    "$@"

@@ -1,0 +1,134 @@
+"""How many blocks compute should take next, while loads come towards it from the other end.
+
+Pure arithmetic over learned costs. vLLM decides once a step, so a choice cannot be taken back
+before the step ends: the point where the two will meet is predicted, and the step is sized for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.types import Tile
+
+if TYPE_CHECKING:
+    from cacheflow.costs import ComputeModel
+
+__all__ = ["WAIT", "WHOLE", "View", "choose"]
+
+WAIT: Final = 0
+"""Compute nothing for this request now: its loads end sooner by themselves."""
+WHOLE: Final = -1
+"""Do not wait for loads at all: compute up to the end of the prompt."""
+
+_WORTH: Final = 0.03
+"""Both ends together have to save this share, or the simpler way is taken."""
+_COLD_SECONDS: Final = 0.01
+"""How long compute waits for the first load of a channel that nothing is known of."""
+_COLD_BLOCKS: Final = 4
+"""Blocks computed at a time while nothing is known of compute."""
+_LATE: Final = 2.0
+"""A block that takes this many times what was expected is late: compute goes on instead."""
+_LATE_SECONDS: Final = 0.005
+"""... but at least this much longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One request as it stands. Tokens count from the prompt's start."""
+
+    done: int
+    """Tokens that are computed, or in the local prefix cache."""
+    tokens: int
+    """Tokens of the whole prompt."""
+    block: int
+    """Tokens of a block."""
+    top: int
+    """Blocks ``[.., top)`` can be restored; the tokens behind are computed in any case."""
+    low: int
+    """Blocks ``[low, top)`` are there."""
+    bottom: int
+    """Blocks below are not stored (or cannot be loaded any more): compute has to take them."""
+    block_seconds: float | None
+    """Predicted seconds a block takes on the channel; None: nothing is known."""
+    first_seconds: float
+    """Latency and queue still to be waited out before the next block."""
+    waited: float
+    """Seconds since the last block arrived."""
+    budget: int
+    """Tokens that a step may compute."""
+
+    @property
+    def edge(self) -> int:
+        """The first block that compute has not touched."""
+        return -(-self.done // self.block)
+
+    @property
+    def gap(self) -> int:
+        """Blocks that neither end has."""
+        return max(self.low - self.edge, 0)
+
+
+def choose(view: View, costs: ComputeModel) -> int:
+    """Blocks to compute next (1 to the gap), :data:`WAIT` or :data:`WHOLE`."""
+    gap = view.gap
+    if not gap:
+        return WAIT
+    if view.low <= view.bottom:
+        return gap if view.low < view.top else WHOLE
+    needed = max(view.bottom - view.edge, 0)
+    if view.block_seconds is None:
+        cold = not needed and view.waited < _COLD_SECONDS
+        return WAIT if cold else min(gap, max(needed, _COLD_BLOCKS))
+    if not costs.known:
+        return min(gap, max(needed, _COLD_BLOCKS))
+    return _weigh(view, needed, costs)
+
+
+def _weigh(view: View, needed: int, costs: ComputeModel) -> int:
+    behind = _pass(view.top * view.block, view.tokens, view.budget, costs)
+    counts = range(max(needed, 1), view.gap + 1)
+    best, blocks = min((_both(view, count, costs), count) for count in counts)
+    whole = _pass(view.done, view.tokens, view.budget, costs)
+    if not needed and not _is_late(view):
+        alone = _left(view, view.gap) + behind
+        if min(best + behind, whole) >= alone * (1.0 - _WORTH):
+            return WAIT
+    return WHOLE if whole <= (best + behind) * (1.0 + _WORTH) else blocks
+
+
+def _both(view: View, count: int, costs: ComputeModel) -> float:
+    """Seconds until ``count`` blocks are computed and the rest of the gap is loaded."""
+    stop = (view.edge + count) * view.block
+    return max(_pass(view.done, stop, view.budget, costs), _left(view, view.gap - count))
+
+
+def _left(view: View, blocks: int) -> float:
+    """Seconds until ``blocks`` more blocks have arrived.
+
+    One that is late is expected to take as long again as it is late.
+    """
+    if not blocks:
+        return 0.0
+    seconds = view.block_seconds
+    assert seconds is not None
+    first = seconds + view.first_seconds
+    head = max(first - view.waited, view.waited - first, 0.0)
+    return head + (blocks - 1) * seconds
+
+
+def _is_late(view: View) -> bool:
+    seconds = view.block_seconds
+    assert seconds is not None
+    expected = seconds + view.first_seconds
+    return view.waited > max(_LATE * expected, expected + _LATE_SECONDS)
+
+
+def _pass(start: int, stop: int, budget: int, costs: ComputeModel) -> float:
+    """Predicted seconds to compute tokens ``[start, stop)`` in steps of ``budget`` at most."""
+    total = 0.0
+    while start < stop:
+        end = min(start + budget, stop)
+        total += costs.layer_seconds(Tile(0, start, end)) or 0.0
+        start = end
+    return total

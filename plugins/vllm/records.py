@@ -1,0 +1,103 @@
+"""What the scheduler's side and the worker's side tell each other, once a step each way.
+
+Plain records, pickled by vLLM where the two live in different processes. Block numbers count a
+request's blocks from 0; block ids are those of vLLM's pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Found", "Opened", "Orders", "Progress", "Report", "SaveOrder", "SaveOutcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A restore begins: look for ``keys``, those of the blocks from ``first`` on."""
+
+    restore: int
+    first: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Store the complete block ``block_id`` under ``key``; its scheduler keeps it pinned.
+
+    ``start``: position of the block's first token; ``width``: tokens of the forward pass that
+    computed the block's last token; ``tenant``: :func:`cacheflow.kv.tenant_id`.
+    """
+
+    save: int
+    key: bytes
+    block_id: int
+    start: int
+    width: int
+    tenant: bytes
+
+
+@dataclass(slots=True)
+class Orders:
+    """One step's orders to the worker, in the order in which they are carried out."""
+
+    closed: list[int] = field(default_factory=list)
+    """Restores that are over: write nothing more for them and say so (``Report.ended``)."""
+    opened: list[Opened] = field(default_factory=list)
+    claims: dict[int, int] = field(default_factory=dict)
+    """Restore -> blocks below this number belong to compute from this step on."""
+    targets: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Restore -> number of the first block and ids of it and those behind: where loads go."""
+    saves: list[SaveOrder] = field(default_factory=list)
+    idle: bool = False
+    """Nothing is computed in this step: the worker may wait a moment for a load."""
+
+    def __bool__(self) -> bool:
+        return bool(self.closed or self.opened or self.claims or self.targets or self.saves)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Blocks ``[bottom, top)`` are stored (none: ``bottom == top``)."""
+
+    bottom: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the loads of one restore are."""
+
+    low: int
+    """Every block from here to the top is verified (and in place, once there are targets)."""
+    waited: float
+    """Seconds since something last arrived for it, or since it was opened."""
+    block_seconds: float | None = None
+    """What a block takes on the channel; None while nothing was ever loaded over it."""
+    first_seconds: float = 0.0
+    """Latency and the loads of others that the next block still has to wait for."""
+    dead: bool = False
+    """It will not get any lower: a load failed, was late, or nothing is left to load."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """A save no longer needs its block. ``stored`` is not known yet, only whether it is tried."""
+
+    save: int
+    taken: bool
+
+
+@dataclass(slots=True)
+class Report:
+    """The worker's answer at the end of a step. Everything in it replaces what was said before,
+    except ``ended`` and ``saves``, which are said once."""
+
+    found: dict[int, Found] = field(default_factory=dict)
+    progress: dict[int, Progress] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    saves: list[SaveOutcome] = field(default_factory=list)
+    busy: bool = False
+    """Something is still going on that will be reported later."""
+
+    def __bool__(self) -> bool:
+        return bool(self.found or self.progress or self.ended or self.saves)

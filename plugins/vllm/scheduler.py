@@ -1,0 +1,87 @@
+"""vLLM's schedulers with three places in which CacheFlow has a say.
+
+Before a step, requests whose ends have met jump behind their prefix; in a step, the chunk of a
+request that is being restored is capped; after a step, its time is learned. Everything else is
+vLLM's. With another connector, or none, these are vLLM's schedulers unchanged.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from cacheflow.plugins.vllm.connector import CacheFlowConnector
+
+if TYPE_CHECKING:
+    from cacheflow.plugins.vllm.desk import Desk
+    from cacheflow.types import Tile
+
+__all__ = ["CacheFlowAsyncScheduler", "CacheFlowScheduler", "RestoringMixin"]
+
+
+class RestoringMixin(Scheduler):  # type: ignore[misc]
+    """Put before ``Scheduler`` or ``AsyncScheduler`` in a class's bases."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        connector = self.connector
+        self._desk: Desk | None = None
+        if isinstance(connector, CacheFlowConnector) and connector.desk is not None:
+            self._desk = connector.desk
+            # Runner V2 keeps its own count of computed tokens, so that a jump would be lost.
+            self._desk.races = not self.use_v2_model_runner
+        self._steps: dict[int, tuple[float, Tile]] = {}
+        """Scheduler outputs under way: when they began and what they compute."""
+        self._step_ended = 0.0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Jump, then schedule."""
+        if self._desk is None:
+            return super().schedule(*args, **kwargs)
+        began = time.monotonic()
+        self._desk.jump(self._is_running)
+        output = super().schedule(*args, **kwargs)
+        if (tile := self._desk.take_timed()) is not None:
+            self._steps[id(output)] = (began, tile)
+        return output
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        new = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self._desk is None or not new:
+            return int(new)
+        return self._desk.cap(request, num_computed_tokens, new)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Learn what the step took, then go on."""
+        now = time.monotonic()
+        step = self._steps.pop(id(scheduler_output), None)
+        if self._desk is not None and step is not None:
+            self._desk.costs.observe(step[1], now - max(step[0], self._step_ended))
+        self._step_ended = now
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Pins are lifted for the moment: blocks that storage reads or writes are given to nobody
+        in it, and their hashes go like all others."""
+        if self._desk is None:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        with self._desk.pins.lifted():
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+
+    def _is_running(self, request_id: str) -> bool:
+        request = self.requests.get(request_id)
+        return request is not None and request.status == RequestStatus.RUNNING
+
+
+class CacheFlowScheduler(RestoringMixin, Scheduler):  # type: ignore[misc]
+    """For ``--scheduler-cls`` without async scheduling (a CPU has none)."""
+
+
+class CacheFlowAsyncScheduler(RestoringMixin, AsyncScheduler):  # type: ignore[misc]
+    """For ``--scheduler-cls`` with async scheduling."""

@@ -1,0 +1,276 @@
+"""A vLLM in miniature: a scheduler loop with paged blocks around the plugin's desk and depot.
+
+It repeats the order in which vLLM calls connector and scheduler, and keeps a KV cache whose right
+content is known for every position, so that a block copied to the wrong place, too late, or over
+compute's is noticed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cacheflow.clock import SystemClock
+from cacheflow.costs import ComputeModel
+from cacheflow.plugins.vllm.blocks import BlockMemory
+from cacheflow.plugins.vllm.depot import Depot
+from cacheflow.plugins.vllm.desk import Desk, Limits
+from cacheflow.plugins.vllm.keyring import Keyring
+from cacheflow.plugins.vllm.pins import Pins
+from cacheflow.plugins.vllm.saver import Provenance
+from cacheflow.plugins.vllm.saves import SaveBook
+from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE
+from cacheflow.types import NO_ID, KVLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from cacheflow.plugins.vllm.settings import VllmSettings
+
+BLOCK = 16
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=BLOCK)
+ROW = LAYOUT.layer_bytes() // BLOCK
+
+
+@dataclass(eq=False)
+class MiniRequest:
+    """The fields of vLLM's Request that the plugin reads."""
+
+    request_id: str
+    all_token_ids: list[int]
+    priority: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    cache_salt: str | None = None
+    prompt_embeds: object | None = None
+    pooling_params: object | None = None
+    resumable: bool = False
+    skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    prefill_stats: Any = None
+    lora_request: Any = None
+    mm_features: Sequence[Any] = ()
+    computed: int = 0
+    """Tokens that were really computed, not restored."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass(eq=False)
+class MiniBlock:
+    block_id: int
+    ref_cnt: int = 0
+
+
+class MiniPool:
+    """Reference-counted blocks; number 0 is vLLM's null block."""
+
+    def __init__(self, size: int) -> None:
+        self.blocks = [MiniBlock(i) for i in range(size)]
+        self.num_gpu_blocks = size
+        self.free = list(range(1, size))
+
+    def take(self, count: int) -> list[int] | None:
+        if count > len(self.free):
+            return None
+        taken = [self.free.pop(0) for _ in range(count)]
+        for block_id in taken:
+            self.blocks[block_id].ref_cnt = 1
+        return taken
+
+    def touch(self, blocks: Sequence[MiniBlock]) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0, "pinned a block that nobody held"
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[MiniBlock]) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if not block.ref_cnt:
+                self.free.append(block.block_id)
+
+
+@dataclass(eq=False)
+class MiniVllm:
+    """``step_seconds``: what a step with tokens takes."""
+
+    settings: VllmSettings
+    pool_blocks: int = 200
+    budget: int = 128
+    step_seconds: float = 0.0
+    waiting: list[MiniRequest] = field(default_factory=list)
+    running: list[MiniRequest] = field(default_factory=list)
+    done: list[MiniRequest] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    busy: bool = False
+
+    def __post_init__(self) -> None:
+        self.pool = MiniPool(self.pool_blocks)
+        self.tables: dict[str, list[int]] = {}
+        shape = (self.pool_blocks, 1, BLOCK, 2 * 8)
+        self.caches = [torch.zeros(shape) for _ in range(LAYOUT.num_layers)]
+        memory = BlockMemory(self.caches, LAYOUT)
+        self.depot = Depot(self.settings, memory, Provenance("mini", "mini", NO_ID))
+        staged = int(self.settings.staging_bytes * OUTSIDE_SHARE) // LAYOUT.payload_bytes()
+        self.desk = Desk(
+            settings=self.settings,
+            limits=Limits(BLOCK, self.budget, staged, shares=False),
+            keyring=Keyring({"model": "mini"}, b"", BLOCK),
+            book=SaveBook(BLOCK),
+            costs=ComputeModel(1e6, 1.0),
+            clock=SystemClock(),
+            pins=Pins(self.pool),
+            cache=self,
+            races=True,
+        )
+
+    # -- KVCacheManager ------------------------------------------------------------------------
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (self.tables[request_id],)
+
+    def allocate_slots(
+        self, request: MiniRequest, num_new_tokens: int, *, delay_cache_blocks: bool = False
+    ) -> object | None:
+        table = self.tables.setdefault(request.request_id, [])
+        needed = -(-(request.num_computed_tokens + num_new_tokens) // BLOCK) - len(table)
+        taken = self.pool.take(max(needed, 0))
+        if taken is None:
+            return None
+        table += taken
+        return taken
+
+    def cache_blocks(self, request: MiniRequest, num_computed_tokens: int) -> None:
+        """There is no local prefix cache here."""
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def add(self, name: str, tokens: list[int], policy: str = "adaptive") -> MiniRequest:
+        request = MiniRequest(name, tokens, kv_transfer_params={"cacheflow_policy": policy})
+        self.waiting.append(request)
+        return request
+
+    def run(self, seconds: float = 20.0) -> None:
+        """Until there is nothing left to do, pins included."""
+        end = time.monotonic() + seconds
+        while self.waiting or self.running or self.desk.pending:
+            assert time.monotonic() < end, "the engine hangs"
+            self.step()
+
+    def settle(self, seconds: float = 20.0) -> None:
+        """Until everything that was saved is stored."""
+        end = time.monotonic() + seconds
+        while self.busy:
+            assert time.monotonic() < end, "stores hang"
+            self.step()
+
+    def step(self) -> dict[str, int]:
+        self.desk.jump(lambda name: any(r.request_id == name for r in self.running))
+        scheduled: dict[str, int] = {}
+        for request in list(self.running):
+            if request in self.running:
+                self._schedule_running(request, scheduled)
+        for request in list(self.waiting):
+            if sum(scheduled.values()) < self.budget and not self.preempted:
+                self._admit(request, scheduled)
+        requests = {r.request_id: r for r in self.running}
+        orders = self.desk.orders(scheduled, requests, tuple(self.preempted))
+        self.preempted.clear()
+        self.depot.carry_out(orders)
+        for request in list(self.running):
+            if tokens := scheduled.get(request.request_id, 0):
+                self._compute(request, tokens)
+        if scheduled and self.step_seconds:
+            time.sleep(self.step_seconds)
+        self.depot.save(orders)
+        report = self.depot.report()
+        for request in [r for r in self.running if r.num_computed_tokens == r.num_tokens]:
+            self.finish(request)
+        self.busy = report.busy
+        self.desk.heard(report)
+        return scheduled
+
+    def finish(self, request: MiniRequest) -> None:
+        """It ends, or is aborted."""
+        if request in self.running:
+            self.check(request)
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.desk.finished(request.request_id)
+        self._free(request)
+        self.done.append(request)
+
+    def preempt(self, request: MiniRequest) -> None:
+        self.running.remove(request)
+        self.preempted.append(request.request_id)
+        self._free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.insert(0, request)
+
+    def _free(self, request: MiniRequest) -> None:
+        table = self.tables.pop(request.request_id, [])
+        self.pool.free_blocks([self.pool.blocks[i] for i in reversed(table)])
+
+    def _schedule_running(self, request: MiniRequest, scheduled: dict[str, int]) -> None:
+        room = self.budget - sum(scheduled.values())
+        new = min(request.num_tokens - request.num_computed_tokens, room)
+        new = self.desk.cap(request, request.num_computed_tokens, new) if new else 0
+        while new and request in self.running:
+            if self.allocate_slots(request, new) is not None:
+                scheduled[request.request_id] = new
+                return
+            scheduled.pop(self.running[-1].request_id, None)
+            self.preempt(self.running[-1])
+
+    def _admit(self, request: MiniRequest, scheduled: dict[str, int]) -> None:
+        external = self.desk.matched(request, 0)
+        if external is None:
+            return
+        new = min(request.num_tokens - external, self.budget - sum(scheduled.values()))
+        new = self.desk.cap(request, external, new)
+        if not new or self.allocate_slots(request, external + new) is None:
+            return
+        self.desk.allocated(request, external)
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.num_computed_tokens = external
+        scheduled[request.request_id] = new
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def _compute(self, request: MiniRequest, tokens: int) -> None:
+        start = request.num_computed_tokens
+        for position in range(start, start + tokens):
+            for layer in range(LAYOUT.num_layers):
+                self._row(request, layer, position).fill_(value(request, layer, position))
+        request.num_computed_tokens += tokens
+        request.computed += tokens
+
+    def check(self, request: MiniRequest) -> None:
+        """Every position that counts as computed holds what compute would have put there."""
+        for position in range(request.num_computed_tokens):
+            for layer in range(LAYOUT.num_layers):
+                row = self._row(request, layer, position)
+                assert bool((row == value(request, layer, position)).all()), position
+
+    def _row(self, request: MiniRequest, layer: int, position: int) -> torch.Tensor:
+        block_id = self.tables[request.request_id][position // BLOCK]
+        return self.caches[layer][block_id, 0, position % BLOCK]
+
+
+def value(request: MiniRequest, layer: int, position: int) -> float:
+    """What the "model" computes: it depends on all tokens up to the position."""
+    tokens = request.all_token_ids
+    return float((sum(tokens[: position + 1]) * 31 + layer * 7 + position) % 65521)

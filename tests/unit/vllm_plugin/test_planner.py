@@ -1,0 +1,112 @@
+"""How far compute goes in a step: neither slower than loading alone nor than computing alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from cacheflow.costs import ComputeModel
+from cacheflow.plugins.vllm.planner import WAIT, WHOLE, View, choose
+from cacheflow.types import Tile
+
+BLOCK = 128
+LAUNCH, TOKEN = 0.02, 0.0005
+"""Seconds a step, and a token: a block takes 64 ms in a long step."""
+
+
+@pytest.fixture
+def costs() -> ComputeModel:
+    model = ComputeModel(1e6, 1e-6)
+    for width in (64, 128, 256, 512, 1024, 2048, 4096) * 6:
+        model.observe(Tile(0, 0, width), LAUNCH + TOKEN * width)
+    return model
+
+
+def view(block_seconds: float | None, **other: object) -> View:
+    base = View(
+        done=0,
+        tokens=32 * BLOCK + 40,
+        block=BLOCK,
+        top=32,
+        low=32,
+        bottom=0,
+        block_seconds=block_seconds,
+        first_seconds=0.0,
+        waited=0.0,
+        budget=8192,
+    )
+    return replace(base, **other)  # type: ignore[arg-type]
+
+
+def play(block_seconds: float, costs: ComputeModel) -> float:
+    """Seconds of a whole restore, step by step, with loads and compute as predicted."""
+    now, state = 0.0, view(block_seconds)
+    while state.done < state.top * BLOCK:
+        low = max(32 - math.floor(now / block_seconds + 1e-9), state.edge)
+        state = replace(state, low=low, waited=now % block_seconds)
+        if not state.gap:
+            state = replace(state, done=state.top * BLOCK)
+            break
+        blocks = choose(state, costs)
+        if blocks == WAIT:
+            now = (math.floor(now / block_seconds + 1e-9) + 1) * block_seconds
+            continue
+        stop = state.tokens if blocks == WHOLE else (state.edge + blocks) * BLOCK
+        now += LAUNCH + TOKEN * (stop - state.done)
+        state = replace(state, done=stop)
+    if state.done < state.tokens:
+        now += LAUNCH + TOKEN * (state.tokens - state.done)
+    return now
+
+
+@pytest.mark.parametrize(
+    "block_seconds", [0.0005, 0.005, 0.02, 0.04, 0.064, 0.1, 0.2, 0.4, 1.0, 10.0]
+)
+def test_never_worse_than_the_better_one(costs: ComputeModel, block_seconds: float) -> None:
+    """At every speed a restore takes no longer than the better single way, plus 3 %."""
+    tokens = 32 * BLOCK + 40
+    alone = LAUNCH + TOKEN * tokens
+    loaded = 32 * block_seconds + LAUNCH + TOKEN * 40
+    assert play(block_seconds, costs) <= 1.03 * min(alone, loaded) + 1e-6
+
+
+def test_at_balance_each_does_half(costs: ComputeModel) -> None:
+    """Where both take the same time, together they take little more than half of it."""
+    alone = LAUNCH + TOKEN * (32 * BLOCK + 40)
+    assert play(alone / 32, costs) <= 0.6 * alone
+
+
+def test_fast_loads_are_waited_for(costs: ComputeModel) -> None:
+    """A store that is much faster gets no competition."""
+    assert choose(view(0.001), costs) == WAIT
+
+
+def test_slow_loads_are_not(costs: ComputeModel) -> None:
+    """A store that would not deliver one block in time does not shorten a step."""
+    assert choose(view(30.0), costs) == WHOLE
+
+
+def test_a_late_load_is_given_up(costs: ComputeModel) -> None:
+    """A store that was fast and is silent is not waited for any longer."""
+    assert choose(view(0.001, waited=0.0005), costs) == WAIT
+    assert choose(view(0.001, waited=0.05), costs) != WAIT
+
+
+def test_what_is_not_stored_is_computed_first(costs: ComputeModel) -> None:
+    """Blocks below the lowest stored one leave nothing to wait for."""
+    assert choose(view(0.001, bottom=10), costs) == 10
+
+
+def test_dead_restores_are_computed_up_to_what_is_there(costs: ComputeModel) -> None:
+    """After a failure compute takes exactly the blocks that did not come."""
+    assert choose(view(0.001, low=20, bottom=20), costs) == 20
+    assert choose(view(0.001, bottom=32), costs) == WHOLE
+
+
+def test_cold_costs_are_found_out() -> None:
+    """With nothing known the first load gets a moment, then compute takes a few blocks."""
+    cold = ComputeModel(1e6, 1e-6)
+    assert choose(view(None), cold) == WAIT
+    assert choose(view(None, waited=0.02), cold) == 4

@@ -1,0 +1,86 @@
+"""Requests of a miniature vLLM are restored from both ends, whatever happens to them."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from cacheflow.types import Tile
+from tests.unit.vllm_plugin.minivllm import BLOCK, LAYOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.unit.vllm_plugin.minivllm import MiniRequest, MiniVllm
+
+TOKENS = random.Random(1).choices(range(1000), k=400)
+SLOW = LAYOUT.payload_bytes() / 0.004
+"""Bytes a second at which a block takes 4 ms, as long as it takes to compute at STEP."""
+STEP = 0.032
+
+
+def learned(mini: MiniVllm) -> MiniVllm:
+    """Compute costs as they are: 4 ms a block."""
+    for start in (0, 128, 256, 0, 128, 256):
+        mini.desk.costs.observe(Tile(0, start, start + 8 * BLOCK), STEP)
+        mini.desk.costs.observe(Tile(0, start, start + 4 * BLOCK), STEP / 2)
+    return mini
+
+
+def stored(mini: MiniVllm, tokens: list[int] = TOKENS) -> MiniRequest:
+    """Compute and store a prompt."""
+    first = mini.add("first", tokens)
+    mini.run()
+    mini.settle()
+    return first
+
+
+def test_what_was_computed_once_is_loaded(engine: Callable[..., MiniVllm]) -> None:
+    """The second request with the same prompt enters with all whole blocks in place."""
+    mini = engine()
+    assert stored(mini).computed == 400
+    second = mini.add("second", TOKENS, "load")
+    mini.run()
+    assert second.computed == 16  # the last whole block: some token has to be computed
+
+
+def test_other_tokens_are_computed(engine: Callable[..., MiniVllm]) -> None:
+    """Only the common prefix is loaded; a request that asks for it is computed whole."""
+    mini = engine()
+    stored(mini)
+    fork = mini.add("fork", [*TOKENS[:200], *reversed(TOKENS[:200])], "load")
+    plain = mini.add("plain", TOKENS, "recompute")
+    mini.run()
+    assert fork.computed == 400 - 192
+    assert plain.computed == 400
+
+
+def test_both_ends_meet(engine: Callable[..., MiniVllm]) -> None:
+    """Where loading takes as long as computing, each does a part, and they meet."""
+    mini = learned(engine(bandwidth=SLOW, step_seconds=STEP))
+    stored(mini)
+    warm = mini.add("warm", TOKENS, "load")
+    mini.run()
+    both = mini.add("both", TOKENS)
+    mini.run()
+    assert warm.computed == 16
+    assert 64 <= both.computed <= 320
+
+
+def test_many_at_once_with_aborts_and_preemptions(engine: Callable[..., MiniVllm]) -> None:
+    """Whatever is aborted or preempted while it is restored, every block ends with the right
+    content (the miniature checks each position) and goes back to the pool."""
+    mini = learned(engine(bandwidth=SLOW * 2, step_seconds=0.002, pool_blocks=120))
+    stored(mini)
+    chance = random.Random(7)
+    for number in range(40):
+        length = chance.randrange(20, 400)
+        mini.add(f"r{number}", TOKENS[:length], chance.choice(["adaptive", "adaptive", "load"]))
+        for _ in range(chance.randrange(4)):
+            mini.step()
+        if mini.running and chance.random() < 0.3:
+            mini.preempt(chance.choice(mini.running))
+        if chance.random() < 0.2:
+            mini.finish(chance.choice([*mini.running, *mini.waiting]))
+    mini.run()
+    assert len(mini.done) == 41
