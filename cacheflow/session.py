@@ -45,6 +45,7 @@ from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.settings import Settings
 from cacheflow.tiers.opening import open_tiers
 from cacheflow.tiers.planned import PlannedWrites
+from cacheflow.tiers.promotion import promotions
 from cacheflow.tiers.staged import STAGED_CHANNEL, StagedCopies
 from cacheflow.tiers.value import CostValue
 from cacheflow.tiers.write_policies import WriteAll
@@ -306,6 +307,7 @@ class Session:
                 await self._restore(request, policy, report)
                 token = await self._flow.engine.first_token(request_id)
                 self._answered(request, report)
+                self._promote(request, report)
                 for made in range(1, max_new_tokens + 1):
                     yield token
                     if token in stop_tokens or made == max_new_tokens:
@@ -386,6 +388,13 @@ class Session:
         self._flow.restorer.offer(request.id, request.keys, self._flow.engine.segments(request.id))
         report.restoration = restoration
         report.cached_tokens = request.resident or restoration.stored_tokens
+
+    def _promote(self, request: RestoreRequest, report: Generation) -> None:
+        """What slow tiers delivered is copied to the faster ones, behind the request."""
+        assert report.restoration is not None
+        wanted = promotions(tuple(self._flow.backends), report.restoration.loaded_chunks)
+        if wanted:
+            self._flow._saver.promote(request.id, request.keys, wanted)
 
     async def _save(self, request_id: str) -> dict[str, Saved]:
         tokens = self._tokens

@@ -175,6 +175,8 @@ class LoadDriver:
         job.dropped += granted == 0
         chunk_cells = granted.bit_count() * len(load.chunks) * job.spec.chunk_tokens
         job.loaded[load.channel] = job.loaded.get(load.channel, 0) + chunk_cells
+        if granted:
+            job.loaded_chunks.setdefault(load.channel, set()).update(load.chunks)
 
 
 def _ended(

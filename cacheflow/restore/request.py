@@ -85,6 +85,8 @@ class Restoration:
     """Provenance of the restored prefix."""
     shared_cells: int = 0
     """Token-layers of the prefix that other requests with the same beginning made ready."""
+    loaded_chunks: dict[str, frozenset[int]] = field(default_factory=dict)
+    """By channel: chunks of which it delivered anything that was used."""
 
     @property
     def recomputed_share(self) -> float:
@@ -126,6 +128,7 @@ class Job:
     """Leading tiles that another request had, or was restoring, on arrival."""
     shares: bool = False
     """Whether any tile was ever shared, either way."""
+    loaded_chunks: dict[str, set[int]] = field(default_factory=dict)
     failed: int = 0
     dropped: int = 0
 

@@ -351,6 +351,7 @@ class Restorer:
             stored_tokens=job.stored_tokens,
             segments=tuple(job.provenance(self.recomputer.grid_id)),
             shared_cells=job.shared_cells,
+            loaded_chunks={name: frozenset(each) for name, each in job.loaded_chunks.items()},
         )
 
     def _announce(self, job: Job, policy: Policy, outcome: str) -> None:

@@ -12,20 +12,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from cacheflow.errors import ClosedError
-from cacheflow.kv import Stamp, canonical_tokens, clip_segments, exact_tokens, seal
-from cacheflow.memory import buffer_from
+from cacheflow.kv import Stamp, canonical_tokens, exact_tokens
+from cacheflow.restore.sealing import STAGING_OWNER, Sealer
 from cacheflow.restore.tasks import Pulse, to_the_end
 from cacheflow.restore.turns import Turns
 from cacheflow.restore.writer import Dropped, Shared, TierWriter
 from cacheflow.restore.writes import Save, Saved
-from cacheflow.tiers.staged import Copy
 from cacheflow.tiers.write_policies import WriteAll
-from cacheflow.types import ObjectKey, Span, StagedPart, TransferStatus, Write
+from cacheflow.types import TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Mapping, Sequence
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.clock import Clock
-    from cacheflow.memory import Lease, StagingPool
+    from cacheflow.memory import StagingPool
     from cacheflow.tiers.staged import StagedCopies
     from cacheflow.tiers.write_policies import WritePolicy
     from cacheflow.types import ChunkKey, Observer
@@ -42,12 +40,8 @@ __all__ = ["STAGING_OWNER", "Saved", "Saver"]
 
 _log = logging.getLogger(__name__)
 _NOBODY: Final = Stamp()
-STAGING_OWNER: Final = "being stored"
-"""Name under which the staging pool counts what is being stored."""
 _ASK_SECONDS: Final = 0.05
 """A request that is to be closed waits this long for tiers to say what they have."""
-_LEASE_SECONDS: Final = 0.05
-"""Wait for staging memory in one go: then look again who needs it most."""
 
 
 class Saver:
@@ -73,9 +67,7 @@ class Saver:
         stamp: Stamp = _NOBODY,
     ) -> None:
         self._engine = engine
-        self._pool = pool
         self._staged = staged
-        self._stamp = stamp
         self._pulse = Pulse()
         self._turns = Turns()
         shared = Shared(
@@ -88,9 +80,7 @@ class Saver:
         self._policy = policy or WriteAll()
         self._saves: OrderedDict[Save, None] = OrderedDict()
         """Those that are not settled, the oldest first."""
-        self._idle = True
-        """The capturing task has nothing it could do."""
-        self._sealers = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
+        self._sealer = Sealer(engine, pool, stamp)
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,7 +110,7 @@ class Saver:
                         writer.give_up(save, Dropped.CLOSED.value, "CacheFlow was closed")
             self._saves.clear()
             self._pulse.beat()
-            self._sealers.shutdown(wait=False)
+            self._sealer.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._group is not None
@@ -222,45 +212,40 @@ class Saver:
         while True:
             for save in [save for save in self._saves if save.is_settled]:
                 del self._saves[save]
-            chosen = self._choose()
-            if chosen is None:
-                self._set_idle(True)
+            if (chosen := self._choose()) is None:
                 await self._pulse.next()
             else:
-                self._set_idle(False)
                 await self._capture(*chosen)
-
-    def _set_idle(self, idle: bool) -> None:
-        if idle != self._idle:
-            self._idle = idle
-            self._pulse.beat()
 
     async def _settle(self, keys: Sequence[ChunkKey]) -> None:
         """Wait until all of ``keys`` that can be staged for the time being are."""
 
         def is_settled() -> bool:
+            roomy = self._roomy()
             # Keys are chained: who shares anything shares the first one.
             return not any(
-                (save.asking or not self._idle) and not save.is_captured
+                not save.gone and (save.asking or next(save.waiting_for(roomy), None) is not None)
                 for save in self._saves
-                if save.keys[:1] == keys[:1]
+                if keys and save.keys[0] == keys[0]
             )
 
         await self._pulse.until(is_settled)
 
+    def _roomy(self) -> set[str]:
+        """Tiers for which one more copy may be kept."""
+        nbytes = self._engine.layout.payload_bytes()
+        return {name for name, w in self._writers.items() if w.queue.has_room(nbytes)}
+
     def _choose(self) -> tuple[Save, int] | None:
         """The save and chunk to copy next: of requests about to be closed first."""
-        nbytes = self._engine.layout.payload_bytes()
-        has_room = {name: w.queue.has_room(nbytes) for name, w in self._writers.items()}
+        roomy = self._roomy()
         for save in [save for save in self._saves if save.leaving]:
             if save.last_call:
-                self._drop_waiting(save, [name for name, room in has_room.items() if not room])
-            for index, tiers in save.waiting.items():
-                if any(has_room[name] for name in tiers):
-                    return save, index
-        for name, writer in self._writers.items():
-            if has_room[name] and writer.queue.waiting:
-                chunk = next(iter(writer.queue.waiting))
+                self._drop_waiting(save, self._writers.keys() - roomy)
+            for index in save.waiting_for(roomy):
+                return save, index
+        for name in roomy:
+            for chunk in self._writers[name].queue.waiting:
                 return chunk.save, chunk.index
         return None
 
@@ -270,10 +255,10 @@ class Saver:
             self._writers[name].keep(chunk)
         if index not in save.waiting:
             return
-        copy = self._staged.get(save.keys[index], save.rank(index))
+        copy = self._staged.borrow(save.keys[index], save.rank(index))
         if copy is None:
             try:
-                copy = await self._made(save, index)
+                copy = await self._sealer.copy(save, index)
             except ClosedError:
                 save.gone = True
                 self._drop_waiting(save)
@@ -281,6 +266,8 @@ class Saver:
                 _log.exception("chunk %d of request %s: no copy", index, save.request_id)
                 self._drop_chunk(save, index, TransferStatus.FAILED)
             if copy is None:
+                if save.last_call:
+                    self._drop_chunk(save, index, Dropped.FORGOTTEN)
                 return
             self._staged.add(copy)
         for name, chunk in list(save.waiting.get(index, {}).items()):
@@ -289,46 +276,6 @@ class Saver:
                 queue.attach(chunk, copy)
         self._staged.leave(copy)
         self._pulse.beat()
-
-    async def _made(self, save: Save, index: int) -> Copy | None:
-        """The chunk's KV in staging memory, sealed; None when there was none to be had."""
-        nbytes = self._engine.layout.payload_bytes()
-        lease = self._pool.try_lease(nbytes, STAGING_OWNER)
-        if lease is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LEASE_SECONDS):
-                    lease = await self._pool.lease(nbytes, STAGING_OWNER)
-        if lease is None:
-            if save.last_call:
-                self._drop_chunk(save, index, Dropped.FORGOTTEN)
-            return None
-        try:
-            part = StagedPart(index, Span(0, self._engine.layout.num_layers), lease.view)
-            capturing = self._engine.capture(save.request_id, [part])
-            await to_the_end(asyncio.ensure_future(capturing))
-            sealing = asyncio.get_running_loop().run_in_executor(
-                self._sealers, self._seal, save, index, lease
-            )
-            return Copy(await to_the_end(asyncio.ensure_future(sealing)), lease)
-        except BaseException:
-            lease.release()
-            raise
-
-    def _seal(self, save: Save, index: int, lease: Lease) -> Write:
-        layout = self._engine.layout
-        tokens = Span(index * layout.chunk_tokens, (index + 1) * layout.chunk_tokens)
-        whole = (Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
-        info, header = seal(
-            ObjectKey(save.keys[index], *whole),
-            layout,
-            lease.view,
-            grid_id=self._engine.grid_id,
-            segments=clip_segments(save.segments, tokens),
-            canonical=save.is_canonical(index),
-            stamp=self._stamp,
-            lossy=save.is_lossy(index),
-        )
-        return Write(info, (buffer_from(header), lease.buffer))
 
     def _drop_waiting(self, save: Save, tiers: Collection[str] | None = None) -> None:
         """What waits for staging memory (in ``tiers``, or anywhere) is lost with its request."""

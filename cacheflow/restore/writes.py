@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.tiers.ranks import rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from cacheflow.restore.turns import Turn
     from cacheflow.tiers.ranks import Rank
@@ -75,6 +75,13 @@ class Save:
     def rank(self, chunk: int) -> Rank:
         """How good a copy of the chunk is."""
         return rank_of(canonical=self.is_canonical(chunk), lossy=self.is_lossy(chunk))
+
+    def waiting_for(self, tiers: Collection[str]) -> Iterator[int]:
+        """Chunks that wait to be copied for any of ``tiers``, in order."""
+        if tiers:
+            yield from (
+                i for i, wanted in self.waiting.items() if not wanted.keys().isdisjoint(tiers)
+            )
 
     @property
     def is_captured(self) -> bool:

@@ -79,10 +79,13 @@ class StagedCopies(StorageBackend):
 
     # -- for who stages ------------------------------------------------------------------------
 
-    def get(self, key: ChunkKey, rank: Rank) -> Copy | None:
-        """The copy of ``key`` if it is at least as good as asked."""
+    def borrow(self, key: ChunkKey, rank: Rank) -> Copy | None:
+        """The copy of ``key``, if it is at least as good as asked, with one user more."""
         copy = self._copies.get(key)
-        return copy if copy is not None and copy.rank >= rank else None
+        if copy is None or copy.rank < rank:
+            return None
+        copy.users += 1
+        return copy
 
     def add(self, copy: Copy) -> None:
         """``copy`` can be found from now on."""

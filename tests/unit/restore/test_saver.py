@@ -19,7 +19,7 @@ from cacheflow.types import Segment
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from cacheflow.types import ChunkKey, Event, StagedPart, TransferResult, Write
+    from cacheflow.types import ChunkKey, StagedPart, TransferResult, Write
 
 TOKENS = list(range(32))
 CANONICAL = (Segment(0, 32, 32),)
@@ -86,7 +86,6 @@ class Rig:
         self.lookups = 0
         store.before_lookup = self._looked_up
         self.staged = StagedCopies(channels)
-        self.events: list[Event] = []
         self.saver = Saver(
             engine,
             channels,
