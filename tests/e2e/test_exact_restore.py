@@ -164,8 +164,12 @@ async def test_a_conversation_that_forgets_every_turn(model_folder: Path) -> Non
     async with opened(model_folder) as engine:
         store = MemoryBackend()
         settings = Settings(tiers=[], staging_bytes=1 << 22)
-        async with CacheFlow.open(settings, engine=engine, backends={"store": store}) as flow:
-            never, forgets = flow.session("never"), flow.session("forgets")
+        async with (
+            CacheFlow.open(settings, engine=engine, backends={"store": store}) as flow,
+            CacheFlow.open(settings, engine=engine, backends={}) as apart,
+        ):
+            # Of two CacheFlows, or the one that forgets would share what the other has in memory.
+            never, forgets = apart.session("never"), flow.session("forgets")
             history = [chance.randrange(320) for _ in range(150)]
             for turn in range(5):
                 report = Generation()
