@@ -103,6 +103,7 @@ def record(runs: Sequence[Seen]) -> dict[str, Any]:
         "recompute_s": last.recompute,
         "ratio": last.ratio,
         "excess_s": last.excess(LIMITS),
+        "waited_s": last.waited,
         "strikes": last.strikes,
         "runs": len(runs),
         "wrong": last.wrong,
@@ -128,11 +129,14 @@ def tell(found: dict[str, Any]) -> None:
 
 
 def _caption(cells: Sequence[dict[str, Any]]) -> str:
+    waited = [max(cell["waited_s"]) for cell in cells if cell["ratio"] > 1.0]
     return (
         f"{len(cells)} cells, {sum(bool(c['wrong']) for c in cells)} wrong, "
         f"{sum(c['excess_s'] > 0 for c in cells)} over their time, "
-        f"{sum(c['runs'] > 1 for c in cells)} run again; time to the first token over recompute "
-        "alone, the worse of two requests; X: something was wrong, *: over its time, -: no strike"
+        f"{sum(c['runs'] > 1 for c in cells)} run again; where it took longer than recompute "
+        f"alone, compute waited {1e3 * max(waited, default=0.0):.0f} ms at most (the rest is what "
+        "others did to it); time to the first token over recompute alone, the worse of two "
+        "requests; X: something was wrong, *: over its time, -: no strike"
     )
 
 

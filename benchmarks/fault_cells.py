@@ -18,6 +18,7 @@ from cacheflow.settings import Settings, TierSettings
 from cacheflow.testing.faults import Fault, FaultKind, FaultyBackend
 from cacheflow.tiers import Guarded, HealthLimits
 from cacheflow.tiers.tier import Tier
+from cacheflow.types import LayersComputed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from cacheflow.abc import StorageBackend
     from cacheflow.costs import ComputeModel
     from cacheflow.testing.vault import Vault
+    from cacheflow.types import Event
 
 __all__ = ["FAULTS", "MEDIA", "SETUPS", "Cell", "Limits", "Seen", "Stage"]
 
@@ -77,6 +79,9 @@ class Seen:
     """Of requests during the fault, one at a time."""
     recompute: list[float] = field(default_factory=list)
     """Recompute alone right before each of them."""
+    waited: list[float] = field(default_factory=list)
+    """Seconds in which compute stood still before the first token, less those of recompute alone:
+    what other programs did to compute is not in it."""
     strikes: int = 0
     wrong: list[str] = field(default_factory=list)
     """What should not have happened."""
@@ -116,6 +121,8 @@ class Stage:
         self._bandwidth = bandwidth
         self._staging = staging
         self._stores = 0
+        self._computed = 0.0
+        """Seconds of compute since a request was begun."""
         self._told = asyncio.Event()
         """Some tier was set aside, or taken back."""
         self._vault: Vault
@@ -153,7 +160,13 @@ class Stage:
                 staging_bytes=self._staging, load_deadline=_DEADLINE, flush_seconds=_DEADLINE
             )
             flow = await stack.enter_async_context(
-                CacheFlow.open(settings, engine=self.engine, backends=tiers, compute=self._compute)
+                CacheFlow.open(
+                    settings,
+                    engine=self.engine,
+                    backends=tiers,
+                    compute=self._compute,
+                    observer=self._hear,
+                )
             )
             await self._restore(flow, seen, "healthy")
             for each in faulty:
@@ -171,10 +184,11 @@ class Stage:
 
     async def _while_sick(self, flow: CacheFlow, seen: Seen) -> None:
         for number in range(2):
-            cold = await self._restore(flow, seen, "recompute", policy="recompute")
-            seen.recompute.append(cold.ttft_seconds or 0.0)
-            report = await self._restore(flow, seen, f"sick {number}")
-            seen.ttft.append(report.ttft_seconds or 0.0)
+            cold, still = await self._timed(flow, seen, "recompute")
+            ours, waited = await self._timed(flow, seen, "adaptive", f"sick {number}")
+            seen.recompute.append(cold)
+            seen.ttft.append(ours)
+            seen.waited.append(waited - still)
         await asyncio.gather(*(self._restore(flow, seen, f"sharer {i}") for i in range(3)))
         await self._restore(flow, seen, "turn", prompt=self.longer, save=True)
         await flow.flush(_DEADLINE)
@@ -195,6 +209,19 @@ class Stage:
             if report.restoration is not None and report.restoration.loaded_cells:
                 return
         seen.wrong.append("nothing was loaded after the fault")
+
+    async def _timed(
+        self, flow: CacheFlow, seen: Seen, policy: str, name: str = "recompute"
+    ) -> tuple[float, float]:
+        """Seconds to the first token, and those of them in which compute stood still."""
+        self._computed = 0.0
+        report = await self._restore(flow, seen, name, policy=policy)
+        seconds = report.ttft_seconds or 0.0
+        return seconds, seconds - self._computed
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, LayersComputed):
+            self._computed += event.stop - event.starts[0]
 
     async def _restore(
         self,
