@@ -39,6 +39,8 @@ _MOST_AT_ONCE: Final = 4
 _KEPT: Final = "kept"
 """Another save stored a copy at least as good while this one waited."""
 _LATE: Final = LoadOutcome.LATE.value
+_ASIDE: Final = frozenset({_LATE, LoadOutcome.REFUSED.value})
+"""The tier hangs, or is set aside as sick: a save gives it nothing more."""
 _DEFINITE: Final = (TransferStatus.OK.value, _KEPT)
 """Ends after which nothing of the tier's touches the copy."""
 
@@ -152,8 +154,8 @@ class TierWriter:
             nbytes = chunk.copy.write.nbytes
             self._end(chunk, outcome)
             self._tell(1, nbytes, start, outcome, reason)
-            if outcome == _LATE:
-                self.drop(self.queue.of(chunk.save), LoadOutcome.LATE)
+            if outcome in _ASIDE:
+                self.drop(self.queue.of(chunk.save), LoadOutcome(outcome))
 
     async def _write_in_turn(self, chunk: Chunk) -> tuple[str, str]:
         """How it ended: a :class:`TransferStatus`, late or kept; and why."""
