@@ -153,7 +153,8 @@ class Recomputer(Protocol):
         ...
 
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
-        """Push tiles through layers, asking ``claim`` before each; stop where it refuses.
+        """Push tiles through layers, asking ``claim`` before each; stop where it refuses, or where
+        something of the engine's own goes first (a decode step between two layers).
 
         A tile stopped before its last layer stays paused with its hidden state. On a GPU "claimed"
         means enqueued: claims run at most two layers ahead of the device.

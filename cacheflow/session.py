@@ -161,6 +161,8 @@ class CacheFlow:
                 objective=settings.objective,
                 max_load_bytes=settings.staging_bytes // (8 * (len(channels) + 1)),
                 claim_ahead=engine.claim_ahead,
+                max_requests=settings.max_restores,
+                max_tokens=settings.max_restore_tokens,
             )
             value.loads_over(scheduler.channel(name) for name in backends)
             if compute is None and settings.keep_costs:

@@ -108,6 +108,12 @@ class Settings(BaseSettings):
     """Who makes a cell ready: docs/scheduling.md says what each does."""
     objective: Literal["tail", "mean", "deadline", "makespan"] = "tail"
     """What the order of waiting requests is for."""
+    max_restores: int | None = Field(default=None, ge=1)
+    """Restores under way at once; others wait for their turn in the order of the objective. None:
+    any number."""
+    max_restore_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of their prompts together, what they share counted once; a longer prompt goes alone.
+    None: any number."""
     salt: SecretStr = SecretStr("")
     """Tenant salt: other salts never share stored chunks. Hashed into keys, never stored."""
     auth_key: SecretStr = SecretStr("")

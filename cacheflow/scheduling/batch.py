@@ -71,7 +71,10 @@ class BatchScheduler(Ranking):
                 frontier.join(self._requests[leader], tiles)
             else:
                 frontier.fill(tiles)
+            frontier.held = True
             self._changed(frontier, now)
+            self._let_in(now)
+            self.held_back += frontier.held
 
     def family(self, request_id: str) -> list[str]:
         """The request and all that share tiles with it."""
@@ -225,6 +228,8 @@ class BatchScheduler(Ranking):
         """
         with self._gate:
             frontier = self._paced(request_id)
+            if frontier.held or frontier.cancelled:
+                return 0
             first = min(filter(None, (self._compute.waiting(), self._compute.parked())))
             frontier.is_first_to_compute = first[1] == request_id
             tokens = frontier.grant(budget, now)

@@ -63,7 +63,8 @@ class Expectations(Sharing):
         """
         layer = self._suffix_layer()
         last = self.spec.num_layers
-        ends = {self.tiles[t].free.bit_length() for t in self._free_tiles()}
+        free = [(self.tiles[t].free, self.tiles[t].work[0]) for t in self._free_tiles()]
+        ends = {layers.bit_length() for layers, _ in free}
         total = sum(self.free_bytes.values())
         flying = sum(self._outlook.channel(c).in_flight_bytes for c in self._strides)
         free_seconds = left * total / (total + flying) if total else 0.0
@@ -71,10 +72,7 @@ class Expectations(Sharing):
         cells = self.free.linear or 1.0
         for end in ends:
             below = (1 << end) - 1
-            share = sum(
-                (self.tiles[t].free & below).bit_count() * self.tiles[t].work[0]
-                for t in self._free_tiles()
-            )
+            share = sum((layers & below).bit_count() * work for layers, work in free)
             arrival = left - free_seconds * (1 - share / cells)
             latest = max(latest, arrival + (last - end + 1) * layer)
         return latest

@@ -41,6 +41,8 @@ class Ledger:
         self._pools = pools
         self.policy = policy
         self.cancelled = False
+        self.held = False
+        """Whether it waits to be let in: nothing is done for it until then."""
         self.begun = False
         """Whether optional recompute has started (or was found worth starting)."""
         self._left = False
@@ -67,6 +69,8 @@ class Ledger:
         """Left to be asked of each channel; cells of several channels count in each."""
         self.led = 0
         """How many leading tiles another request has restored."""
+        self.filled = 0
+        """How many leading tiles were in the KV cache on arrival."""
         self.family: list[Frontier] = [cast("Frontier", self)]
         """All requests that share the first tile, in the order in which they came; one list."""
         self._led_free = Work()

@@ -48,6 +48,8 @@ class Loading(Expectations):
         if self._by_layers:
             return self._top_layer(channel, now)
         held = self._held_back(channel, now) if self.policy.overlaps else {}
+        if held and self.leaves:
+            return self._lowest_layer(channel, held)
         for t in self._load_order():
             mask = self._allowed(t, channel) & ~held.get(t, 0)
             if mask:

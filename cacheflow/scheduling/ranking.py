@@ -34,7 +34,9 @@ class Ranking:
     """All active requests, in a queue for compute and one for each channel.
 
     ``objective``: what the order of requests is for (``tail``, ``mean``, ``deadline``,
-    ``makespan``), unless a request's policy brings an order of its own.
+    ``makespan``), unless a request's policy brings an order of its own. ``max_requests`` and
+    ``max_tokens`` (of their prompts, without what they share) bound what is under way at once; the
+    rest wait outside in the same order, none going in before its turn.
 
     Raises:
         ConfigError: there is no such objective.
@@ -48,6 +50,8 @@ class Ranking:
         objective: str = "tail",
         max_load_bytes: int = _MAX_LOAD_BYTES,
         claim_ahead: int = 0,
+        max_requests: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self._clock = clock
         self._order = load_objective(objective)
@@ -61,6 +65,13 @@ class Ranking:
         self._speeds: tuple[float, ...] = ()
         self._timers: list[tuple[float, str]] = []
         self._wake: dict[str, float] = {}
+        self._max_requests = _INFINITE if max_requests is None else max_requests
+        self._max_tokens = _INFINITE if max_tokens is None else max_tokens
+        self._outside = Queue()
+        self._inside: dict[str, int] = {}
+        self._tokens_inside = 0
+        self.held_back = 0
+        """Requests that had to wait outside so far."""
 
     def channel(self, name: str) -> ChannelModel:
         """The cost model of a channel (made on first use)."""
@@ -82,7 +93,7 @@ class Ranking:
 
     def _lead_if_more_urgent(self, frontier: Frontier, now: float) -> None:
         """The more urgent of two restores what they share, from both of its own ends."""
-        if not frontier.led:
+        if not frontier.led or frontier.held:
             return
         rank = self._own_rank(frontier, COMPUTE, now)
         while (leader := frontier.leader) is not None:
@@ -95,7 +106,11 @@ class Ranking:
         waiting = [m for m in frontier.family if not m.cancelled and m.leader is frontier]
         if waiting:
             # Only who shares most with it can go on from there; the others lean on that one then.
-            max(waiting, key=lambda member: member.led).take_over()
+            heir = max(waiting, key=lambda member: (member.led, not member.held))
+            heir.take_over()
+            inside = [m for m in frontier.family if not (m.cancelled or m.held)]
+            if heir.held and any(member.leans_on(heir) for member in inside):
+                self._enter(heir, now)  # In the place that has just become free.
             for member in waiting:
                 self._lead_if_more_urgent(member, now)
 
@@ -107,6 +122,9 @@ class Ranking:
                 self._put_back(member, now)
 
     def _put_back(self, frontier: Frontier, now: float) -> None:
+        if frontier.held:
+            self._outside.put(frontier.spec.id, self._rank(frontier, COMPUTE, now))
+            return
         frontier.vain_wait = 0.0
         request_id = frontier.spec.id
         if not frontier.computing:
@@ -137,8 +155,46 @@ class Ranking:
         others = [f.planned() for f in self._requests.values() if f is not frontier]
         return sum(compute for compute, _ in others), sum(load for _, load in others)
 
+    # -- outside and inside --------------------------------------------------------------------
+
+    @property
+    def inside(self) -> tuple[int, int]:
+        """Requests under way, and the tokens of their prompts that they do not share."""
+        return len(self._inside), self._tokens_inside
+
+    @property
+    def outside(self) -> int:
+        """Requests that wait to be let in."""
+        return len(self._outside)
+
+    def _let_in(self, now: float) -> None:
+        """Those whose turn it is, as far as there is room; with nobody inside any one has room."""
+        while (first := self._outside.waiting()) is not None:
+            frontier = self._requests[first[1]]
+            tokens = self._tokens_inside + self._own_tokens(frontier)
+            full = len(self._inside) >= self._max_requests or tokens > self._max_tokens
+            if self._inside and full:
+                return
+            self._enter(frontier, now)
+
+    def _enter(self, frontier: Frontier, now: float) -> None:
+        frontier.held = False
+        self._outside.drop(frontier.spec.id)
+        tokens = self._inside[frontier.spec.id] = self._own_tokens(frontier)
+        self._tokens_inside += tokens
+        self._lead_if_more_urgent(frontier, now)
+        self._changed(frontier, now)
+
+    def _own_tokens(self, frontier: Frontier) -> int:
+        """Tokens of its prompt whose KV no other request holds."""
+        spec, others = frontier.spec, max(frontier.led, frontier.filled)
+        return spec.total_tokens - (spec.tiles[others - 1].stop if others else 0)
+
     def _forget(self, frontier: Frontier) -> None:
-        self._hand_over(frontier, self._clock.now())
+        now = self._clock.now()
+        self._outside.drop(frontier.spec.id)
+        self._tokens_inside -= self._inside.pop(frontier.spec.id, 0)
+        self._hand_over(frontier, now)
         frontier.leave()
         frontier.turn_compute_away(False)
         self._compute.drop(frontier.spec.id)
@@ -146,6 +202,7 @@ class Ranking:
         for channel in frontier.channels:
             frontier.turn_away(channel, False)
             self._channels[channel].drop(frontier.spec.id)
+        self._let_in(now)
 
     def _park_compute(self, frontier: Frontier, now: float) -> None:
         self._compute.park(frontier.spec.id, self._rank(frontier, COMPUTE, now))

@@ -40,6 +40,7 @@ class Sharing(Ledger):
 
     def fill(self, tiles: int) -> None:
         """The first ``tiles`` tiles are in the KV cache already."""
+        self.filled = tiles
         for t in range(tiles):
             self.tiles[t].ready = self.tiles[t].full
             self._refresh(t)

@@ -164,9 +164,12 @@ class VirtualRun:
         """Until ``requests`` are finished or cancelled; raises if nothing can happen any more."""
         while not self._over.issuperset(requests):
             self._begin_what_can_begin()
+            over = len(self._over)
             self._note(requests)
             if self._over.issuperset(requests):
                 return
+            if len(self._over) > over:
+                continue  # Who waited outside may be let in now.
             timer = self.scheduler.wake_at(self.clock.now()) if self._computing is None else limit
             timer = max(timer, self.clock.now() + 1e-4)
             if not self._events and timer >= limit:

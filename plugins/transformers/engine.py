@@ -86,6 +86,8 @@ class TransformersEngine:
         self._requests = RequestTable(self._pool, grid, self.max_tokens, vocabulary)
         self._compute = Lane("cacheflow-compute", threads)
         self._copy = Lane("cacheflow-copy", threads)
+        self._decoding = 0
+        """Decode steps that wait for the compute thread or are on it; loop-owned, read by it."""
         self._closed = False
 
     @classmethod
@@ -201,8 +203,14 @@ class TransformersEngine:
         requests = [self._requests.get(work.request_id) for work in batch.work]
 
         def ask(request: OpenRequest) -> ClaimLayer:
-            # A closed request's memory is waited for: do not make it long.
-            return lambda work, layer: Claim.REFUSED if request.closing else claim(work, layer)
+            def answer(work: TileWork, layer: int) -> Claim:
+                # A decode step goes between two layers, at least one of which is done each time. A
+                # closed request's memory is waited for: do not make it long.
+                if request.closing or (self._decoding and layer > work.first_layer):
+                    return Claim.REFUSED
+                return claim(work, layer)
+
+            return answer
 
         def compute() -> list[ComputeDone]:
             with self._streams.compute():
@@ -221,8 +229,12 @@ class TransformersEngine:
         """Compute tokens ``[start, stop)`` (default: all), tile by tile, asking nobody."""
         total = len(self._requests.get(request_id).tokens)
         for tile in self.grid.split(start, total if stop is None else stop):
-            work = TileWork(request_id, tile, 0, is_suffix=True)
-            await self.recompute(ComputeBatch((work,)), lambda _work, _layer: Claim.WRITE)
+            layer = 0
+            while layer < self.layout.num_layers:  # Decode steps may interrupt it.
+                work = TileWork(request_id, tile, layer, is_suffix=True)
+                batch = ComputeBatch((work,))
+                (done,) = await self.recompute(batch, lambda _work, _layer: Claim.WRITE)
+                layer = done.next_layer
 
     async def discard(self, request_id: str, start: int) -> None:
         """See :meth:`cacheflow.abc.Recomputer.discard`."""
@@ -279,7 +291,11 @@ class TransformersEngine:
                 hidden = self._walker.step(requests, tokens, positions)
                 return chosen(self._walker.logits(hidden)[:, -1])
 
-        made = await self._on(self._compute, requests, work)
+        self._decoding += 1
+        try:
+            made = await self._on(self._compute, requests, work)
+        finally:
+            self._decoding -= 1
         for request, position in zip(requests, positions, strict=True):
             request.computed(position, position + 1)
         return made

@@ -31,6 +31,8 @@ class Checked:
         self.cancelled: set[str] = set()
         self.removed: set[str] = set()
         self.flying: dict[int, Load] = {}
+        self.most_inside = self.most_tokens = 0
+        """Of what was under way at once; tokens where it was more than one request."""
         self.late_loads = 0
         """Loads that landed to find some of their cells computed."""
         self._stored: dict[tuple[str, str, int], int] = {}
@@ -114,6 +116,7 @@ class Checked:
 
     def next_compute(self, now: float) -> ComputeBatch | None:
         batch = self.inner.next_compute(now)
+        self._check_caps()
         for work in batch.work if batch is not None else ():
             self._live(work.request_id)
             held = self._hidden.get(self._place(work.request_id, work.tile.start), 0)
@@ -164,6 +167,7 @@ class Checked:
 
     def next_load(self, channel: str, now: float) -> Load | None:
         load = self.inner.next_load(channel, now)
+        self._check_caps()
         if load is not None:
             self._live(load.request_id)
             assert load.channel == channel
@@ -231,6 +235,15 @@ class Checked:
                 if key[:2] == (load.request_id, load.channel):
                     self._stored[key] = 0
         self.inner.failed(load, now, chunks=chunks, late=late)
+
+    def _check_caps(self) -> None:
+        """No more inside than there may be, and nobody waits while there is nobody inside."""
+        inside, tokens = self.inner.inside
+        assert inside <= self.inner._max_requests
+        assert inside or not self.inner.outside, "nobody is inside, somebody outside"
+        assert tokens >= inside, "somebody inside has no tokens"
+        self.most_inside = max(self.most_inside, inside)
+        self.most_tokens = max(self.most_tokens, tokens if inside > 1 else 0)
 
     def _live(self, request_id: str) -> None:
         assert request_id in self.specs, "works for a request that was never admitted"

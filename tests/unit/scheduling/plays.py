@@ -100,7 +100,7 @@ def instances(
 class Play:
     """One instance, played to its end under watch."""
 
-    def __init__(self, instance: Instance, policy: str, objective: str) -> None:
+    def __init__(self, instance: Instance, policy: str, objective: str, **caps: int | None) -> None:
         self.instance = instance
         self.chance = random.Random(instance.seed)
         links = {
@@ -108,7 +108,12 @@ class Play:
             for i, bandwidth in enumerate(instance.bandwidths)
         }
         self.run = VirtualRun(
-            self._cost, links, linear=1.0, attention=instance.attention, **options(objective)
+            self._cost,
+            links,
+            linear=1.0,
+            attention=instance.attention,
+            **options(objective),
+            **caps,
         )
         self.checked = Checked(self.run.scheduler)
         self.run.scheduler = cast("BatchScheduler", self.checked)
