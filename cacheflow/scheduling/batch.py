@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["BatchScheduler"]
 
 _INFINITE: Final = float("inf")
+_FAMILY_BITS: Final = 20
+"""Between the numbers of two requests there is room for one rank a tile."""
 _LEAST_TOKENS: Final = 64
 """Suffixes from this width on are learned from."""
 
@@ -66,7 +68,7 @@ class BatchScheduler(Ranking):
                 else Frontier(request, policy, self._outlook, pools=order.pools)
             )
             self._requests[request.id] = frontier
-            self._numbers[request.id] = 2 * next(self._ids)
+            self._numbers[request.id] = next(self._ids) << _FAMILY_BITS
             if leader is not None:
                 frontier.join(self._requests[leader], tiles)
             else:

@@ -83,7 +83,8 @@ class Ranking:
         for member in frontier.family if len(frontier.family) > 1 else ():
             if not member.cancelled and member.leans_on(frontier):
                 priority, key, number = self._own_rank(member, resource, now)
-                rank = min(rank, (priority, key, number - 1))
+                # Owners of earlier tiles first, where several inherit from one.
+                rank = min(rank, (priority, key, number - (member.led - frontier.led)))
         return rank
 
     def _own_rank(self, frontier: Frontier, resource: str, now: float) -> Rank:
@@ -170,12 +171,18 @@ class Ranking:
     def _let_in(self, now: float) -> None:
         """Those whose turn it is, as far as there is room; with nobody inside any one has room."""
         while (first := self._outside.waiting()) is not None:
-            frontier = self._requests[first[1]]
+            frontier = self._first_needed(self._requests[first[1]])
             tokens = self._tokens_inside + self._own_tokens(frontier)
             full = len(self._inside) >= self._max_requests or tokens > self._max_tokens
             if self._inside and full:
                 return
             self._enter(frontier, now)
+
+    def _first_needed(self, frontier: Frontier) -> Frontier:
+        """The request, or who outside owns the first tile that it waits for: inside it would wait
+        for ever."""
+        needed = [m for m in frontier.family if m.held and frontier.leans_on(m)]
+        return min(needed, key=lambda member: member.led, default=frontier)
 
     def _enter(self, frontier: Frontier, now: float) -> None:
         frontier.held = False
