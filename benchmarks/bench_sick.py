@@ -132,31 +132,34 @@ async def slow(rig: Rig, prompt: Prompt, alone: Run, compute_io: float, seen: Sl
 
 
 def bound(rig: Rig, alone: Run, bandwidth: float, when: float) -> float:
-    """No schedule restores sooner: compute from the front, the rest over the link as it is."""
+    """No schedule restores sooner; see :func:`meeting_seconds`."""
     layout = rig.engine.layout
     times = [time for time in layer_times(alone.events, alone.ids[0]) if not time.is_suffix]
-    sizes = [time.width // layout.chunk_tokens * layout.layer_stride() for time in times]
-    left, spent, best = float(sum(sizes)), 0.0, float("inf")
-    for time, nbytes in zip(times, sizes, strict=True):
-        best = min(best, max(spent, _load(left, bandwidth, when)))
-        share = _meeting(spent, time.seconds, left, nbytes, bandwidth, when)
-        best = min(best, share)
-        left, spent = left - nbytes, spent + time.seconds
+    cells = [
+        (time.seconds, float(time.width // layout.chunk_tokens * layout.layer_stride()))
+        for time in times
+    ]
+    return meeting_seconds(cells, bandwidth, when)
+
+
+def meeting_seconds(cells: Sequence[tuple[float, float]], bandwidth: float, when: float) -> float:
+    """Compute from the front, the rest over the link as it is before ``when`` and afterwards.
+
+    A cell is ``(seconds, bytes)``; where both sides meet it may be shared.
+    """
+    left, spent, best = sum(nbytes for _, nbytes in cells), 0.0, float("inf")
+    for seconds, nbytes in cells:
+        low, high = 0.0, 1.0
+        for _ in range(30):
+            share = (low + high) / 2
+            if spent + share * seconds < _load(left - share * nbytes, bandwidth, when):
+                low = share
+            else:
+                high = share
+        load = _load(left - high * nbytes, bandwidth, when)
+        best = min(best, max(spent + high * seconds, load))
+        left, spent = left - nbytes, spent + seconds
     return min(best, spent)
-
-
-def _meeting(
-    spent: float, seconds: float, left: float, nbytes: float, bandwidth: float, when: float
-) -> float:
-    """The best split of one cell between both sides, by bisection; their later end."""
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        share = (low + high) / 2
-        if spent + share * seconds < _load(left - share * nbytes, bandwidth, when):
-            low = share
-        else:
-            high = share
-    return max(spent + high * seconds, _load(left - high * nbytes, bandwidth, when))
 
 
 def _load(nbytes: float, bandwidth: float, when: float) -> float:

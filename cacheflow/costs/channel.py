@@ -8,7 +8,7 @@ that bytes arrive roughly in the order they were asked for. Knows no bytes but c
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, sqrt
 from typing import Final
 
 from cacheflow.costs.checks import Ratios
@@ -38,6 +38,10 @@ _HOPE: Final = 4.0
 """And to be no more than this times that whatever depth is tried next."""
 _MAX_DEPTH: Final = 64
 _LEAST_SECONDS: Final = 1e-9
+_SLACK: Final = 4.0
+"""A load that is late by more than this times what it should have taken is likely to hang."""
+_LEAST_SLACK: Final = 0.002
+"""Seconds below which being late means nothing."""
 
 
 class ChannelModel:
@@ -227,10 +231,11 @@ class ChannelModel:
     def left(self, nbytes: float, now: float) -> float | None:
         """Seconds until ``nbytes`` (from the head of the line on) will have been delivered.
 
-        A head of line that is overdue is expected to take as long again as it is late, so a
-        channel that hangs looks slower every moment. Bytes beyond those in flight are taken to be
-        asked for now. None while nothing is known and nothing is late: a channel that has never
-        answered looks as slow as it has been silent.
+        A head of line that is overdue is expected to take as long again as it is late, and once
+        that is several times what it should have taken as many times longer, so a channel that
+        hangs looks slower every moment, and soon much slower. Bytes beyond those in flight are
+        taken to be asked for now. None while nothing is known and nothing is late: a channel that
+        has never answered looks as slow as it has been silent.
         """
         per_byte = self._per_byte
         if not self._in_flight:
@@ -244,7 +249,8 @@ class ChannelModel:
         need = nbytes * per_byte
         late = waited - stall - head * per_byte
         if late > 0.0:
-            return need + late
+            slack = self._slack(head)
+            return need + (late if late < slack else late * late / slack)
         seconds = need + stall - waited
         more = nbytes - self._total
         if more > 0:
@@ -263,7 +269,13 @@ class ChannelModel:
             return max(now, self._progress + seconds)
         head, stall = self._head()
         due = self._progress + stall + head * per_byte
-        return max(now, due + max(0.0, seconds - nbytes * per_byte))
+        late, slack = max(0.0, seconds - nbytes * per_byte), self._slack(head)
+        return max(now, due + (late if late < slack else sqrt(late * slack)))
+
+    def _slack(self, head: int) -> float:
+        """Seconds by which the oldest load may be late before it is likely to hang."""
+        expected = self._latency + head * (self._per_byte or 0.0)
+        return max(_SLACK * expected, _LEAST_SLACK)
 
     def _head(self) -> tuple[int, float]:
         """Bytes of the oldest load, and how long after the last progress its latency still ran."""
