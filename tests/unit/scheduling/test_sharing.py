@@ -16,7 +16,7 @@ from tests.unit.scheduling.harness import OBJECTIVES
 from tests.unit.scheduling.plays import Instance, Play, instances
 
 if TYPE_CHECKING:
-    from cacheflow.types import RequestSpec
+    from cacheflow.types import Load, RequestSpec
 
 GRID = TileGrid((32, 32, 64), 128)
 CHUNK, LAYERS, STRIDE = 16, 4, 1 << 12
@@ -147,6 +147,29 @@ def test_an_urgent_latecomer_restores_the_common_part_from_both_ends() -> None:
         once.run.run("s", "long")
         ends.append(once.run.finished_at["s"])
     assert ends[1] <= ends[0] * 1.02 + 8e-3
+
+
+def test_an_heir_asks_only_for_what_its_own_lookup_found() -> None:
+    """The leader found all chunks, the other only the first half: when the leader goes, the rest is
+    computed, however slowly. (What a request reads is laid out by its own lookup.)"""
+    once = Once(cost=10.0)
+    asked: list[Load] = []
+
+    def note(load: Load) -> bool:
+        asked.append(load)
+        return True
+
+    once.link.outcome = note
+    spec = once.spec("b", 528, 1e-4)
+    half = len(once.coverage.layers) // 2
+    found = Coverage("link", (FULL,) * half + (0,) * half, STRIDE)
+    once.arrive("a", 520, 0.0)
+    once.run.arrive(spec, [found], alike=[("a", len(spec.tiles))])
+    once.run.at(2e-2, lambda: once.run.cancel("a"))
+    once.run.run("b")
+    mine = [load for load in asked if load.request_id == "b"]
+    assert mine
+    assert all(chunk < half for load in mine for chunk in load.chunks)
 
 
 def test_what_is_resident_is_neither_loaded_nor_computed() -> None:
