@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 _LOOKUP_GRACE: Final = 0.01
 """Compute waits this long for lookups: a layer begun on nothing known cannot be taken back."""
+_LOOKUP_PATIENCE: Final = 1.0
+"""... and this long where the policy would not recompute what is stored."""
 _VERIFIERS: Final = 2
 _ANYBODY: Final = Stamp()
 
@@ -237,7 +239,8 @@ class Restorer:
         asking = [self.group.create_task(self._ask(job, name)) for name in self.channels]
         for task in asking:
             self.spawn(job, task)
-        _, late = await asyncio.wait(asking, timeout=_LOOKUP_GRACE)
+        patience = _LOOKUP_GRACE if policy.begin(None) else _LOOKUP_PATIENCE
+        _, late = await asyncio.wait(asking, timeout=patience)
         if late:
             return None
         return max((located.reach for located in job.located.values()), default=0)
