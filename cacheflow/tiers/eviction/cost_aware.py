@@ -27,8 +27,10 @@ K = TypeVar("K", bound=Hashable)
 
 _LEAST: Final = 1e-12
 """Worth and uses below this are this: their logarithm is wanted."""
-_FADE: Final = log(2.0)
-"""How much evidence fades in one turnover: it halves."""
+_FADE: Final = 3.0 * log(2.0)
+"""How much evidence fades in one turnover: to an eighth. Slower forgets finished conversations too
+late where the store holds most of what is used, faster keeps nothing long enough where it does not
+(benchmarks/bench_placement.py)."""
 
 
 class _Item:

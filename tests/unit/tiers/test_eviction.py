@@ -163,14 +163,14 @@ def test_cost_aware_forgets() -> None:
 def test_cost_aware_orders_as_its_formula_does(
     steps: list[tuple[int, int, float, bool]],
 ) -> None:
-    """The heap gives the order of (worth) x (uses, each halved a turnover), worked out anew."""
+    """The heap gives the order of (worth) x (uses, each an eighth a turnover), worked out anew."""
     policy = CostAware[int]()
     there: dict[int, tuple[int, float, list[tuple[float, float]]]] = {}
     age = 0.0
 
     def score(key: int) -> float:
         _, worth, uses = there[key]
-        return worth * sum(weight * float(0.5 ** (age - then)) for weight, then in uses)
+        return worth * sum(weight * float(0.125 ** (age - then)) for weight, then in uses)
 
     def evict(nbytes: int) -> float:
         held = sum(size for size, _, _ in there.values())

@@ -1,0 +1,45 @@
+"""Simulated stores keep what real tiers would keep."""
+
+from __future__ import annotations
+
+from cacheflow.simulation.keeping import BlockStore, Keeping
+from cacheflow.types import Tile, TileGrid
+
+GRID = TileGrid(head=(), tail=1024)
+
+
+def seconds(tile: Tile) -> float:
+    return tile.width * 1e-3
+
+
+def keeping(eviction: str, writes: str, load: float = 0.25) -> Keeping:
+    """A block of 512 tokens takes half a second to recompute and ``load`` to load."""
+    return Keeping.of(eviction, writes, 512, GRID, seconds, load)  # type: ignore[arg-type]
+
+
+def test_lru_keeps_heads_and_cost_aware_keeps_tails() -> None:
+    """Of a request that does not fit, servers that need contiguous prefixes keep the beginning;
+    where recompute and loads meet, the end is worth more."""
+    for eviction, kept in (("lru", range(8)), ("cost-aware", range(24, 32))):
+        store = BlockStore(8, keeping(eviction, "all", 0.5))
+        store.add(range(32))
+        store.add(range(100, 104))
+        assert len(store) == 8
+        assert len(set(kept) & {block for block in range(32) if block in store}) >= 4, eviction
+
+
+def test_planned_writes_leave_heads_out() -> None:
+    """What every plausible restore recomputes is never stored, and never evicts anything."""
+    store = BlockStore(None, keeping("lru", "planned", 4.0))
+    store.add(range(64))
+    assert 0 not in store
+    assert 63 in store
+    assert store.look_up([0, 63]) == [False, True]
+
+
+def test_a_store_never_holds_more_than_its_capacity() -> None:
+    """Whatever comes, in whatever order."""
+    store = BlockStore(5, keeping("cost-aware", "all"))
+    for first in range(0, 60, 3):
+        store.add(range(first, first + 7))
+        assert len(store) <= 5
