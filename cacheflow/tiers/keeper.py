@@ -25,7 +25,7 @@ __all__ = ["Keeper"]
 
 _log = logging.getLogger(__name__)
 
-_IN_ONE_GO: Final = 128
+_IN_ONE_GO: Final = 64
 """Objects that are indexed before the event loop goes on: about 1 ms."""
 _SOON: Final = 1.0
 """Doubts are settled so many seconds after they came up."""

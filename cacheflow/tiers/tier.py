@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import ExitStack, aclosing
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from cacheflow.abc import StorageBackend
 from cacheflow.clock import SystemClock
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["Tier"]
 
 _log = logging.getLogger(__name__)
+_IN_ONE_GO: Final = 64
+"""Chunks of a lookup that are dealt with before the event loop goes on: about 1 ms."""
 
 
 class Tier(StorageBackend):
@@ -121,7 +123,9 @@ class Tier(StorageBackend):
             self.catalogue.tick(now)
             answers = dict(zip(asked, found, strict=True))
             listed: list[Sequence[ChunkInfo]] = []
-            for key, weight in zip(keys, evidence, strict=True):
+            for at, (key, weight) in enumerate(zip(keys, evidence, strict=True), 1):
+                if not at % _IN_ONE_GO:
+                    await asyncio.sleep(0)
                 answer = answers.get(key, ())
                 if not answer:
                     self._stock.missed(key, weight)
@@ -241,7 +245,7 @@ class Tier(StorageBackend):
         return not is_certain or self._stock.has_doubts or bool(self.catalogue.of(key))
 
     def _is_current(self, info: ChunkInfo, now: float) -> bool:
-        if info.key in self._stock.leaving:
+        if self._stock.leaving and info.key in self._stock.leaving:
             return False
         entry = self.catalogue.find(info.key)
         return entry is None or not self.catalogue.is_expired(entry, now)
