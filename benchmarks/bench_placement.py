@@ -159,7 +159,7 @@ def _working_set(rig: Rig, turns: Sequence[tuple[int, list[int]]]) -> int:
     longest = {talk: len(prompt) for talk, prompt in turns}
     layout = rig.engine.layout
     chunks = sum(tokens // layout.chunk_tokens for tokens in longest.values())
-    return chunks * (layout.payload_bytes() + 4096)
+    return int(chunks * (layout.payload_bytes() + 4096))
 
 
 async def _balanced(rig: Rig, turns: Sequence[tuple[int, list[int]]]) -> float:
@@ -171,7 +171,7 @@ async def _balanced(rig: Rig, turns: Sequence[tuple[int, list[int]]]) -> float:
             async for _ in flow.session(name).generate(prompt, max_new_tokens=1, save=False):
                 pass
             seconds = flow.clock.now() - started
-    return len(prompt) * rig.engine.layout.token_bytes / seconds
+    return float(len(prompt) * rig.engine.layout.token_bytes / seconds)
 
 
 async def _replay(
