@@ -199,16 +199,25 @@ class Stock:
         )
 
     async def _delete(self, keys: Sequence[ObjectKey], reason: str) -> list[bool]:
-        deleted = None
+        before, deleted = [self.catalogue.find(key) for key in keys], None
         try:
             deleted = await self._delete_known(keys)
         finally:
             if deleted is None:
                 self.suspects += len(keys)
-        for key, was_there in zip(keys, deleted, strict=True):
-            self.gone(key, reason if was_there else "vanished")
+        for key, entry, was_there in zip(keys, before, deleted, strict=True):
+            if self.catalogue.find(key) is entry:
+                self.gone(key, reason if was_there else "vanished")
+            else:
+                self._unsure(key)
         self.tell_usage()
         return deleted
+
+    def _unsure(self, key: ObjectKey) -> None:
+        """It was stored while it was being deleted: the backend knows which came first."""
+        entry = self.catalogue.drop(key)
+        if entry is not None:
+            self.doubt(entry.key, entry.nbytes, entry.tenant)
 
     async def _delete_known(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Delete; whatever was in doubt about ``keys`` is known then, but for what was on its way

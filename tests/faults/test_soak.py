@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.allow_blocking  # the workers look at the process's own memory and files
 async def test_a_mixed_load_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """Memory, open files and staging flat; every book agrees, to the byte, under the caps."""
+    """Memory, open files and staging flat; nothing uncounted, nothing over the caps."""
     found = await bench.soak(5_000, tmp_path)
     assert found["wrong"] == []
     assert found["evicted"].keys() == {"dram", "nvme"}
