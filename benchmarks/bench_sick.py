@@ -1,6 +1,6 @@
 """A channel that hangs, and one that becomes ten times slower midway, on a real engine.
 
-*Hung*: every read hangs from the start (or a quarter of recompute's time later) and never answers.
+*Hung*: every read hangs from the start (or from half of a healthy restore on) and never answers.
 The first request has to find out; for the next one the tier is set aside. What counts is the time
 to the first token over that of recompute alone, right before; *waited* is the part of it in which
 compute stood still, in percent of recompute alone: what other programs did to compute is not in it.
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 RATIOS: Final = {"disk": None, "3:1": 3.0, "1:1": 1.0}
 """Recompute time by load time of the healthy channel."""
-ONSETS: Final = {"from the start": 0.0, "midway": 0.25}
-"""When reads begin to hang, as a share of recompute alone."""
+ONSETS: Final = {"from the start": 0.0, "midway": 0.5}
+"""When reads begin to hang, as a share of a healthy restore."""
 SLOWER: Final = 10.0
 QUICK_TOKENS: Final = 2048
 
@@ -88,8 +88,9 @@ async def hang(
     tier = Guarded(faulty, "link")
     try:
         async with rig.restorer({"link": tier}) as restorer:
-            await rig.alone(restorer, prompt, "adaptive")
-            faulty.inject(Fault(FaultKind.HANG, "load", after=onset * seconds))
+            healthy = await rig.alone(restorer, prompt, "adaptive")
+            after = onset * healthy.restored_seconds
+            faulty.inject(Fault(FaultKind.HANG, "load", after=after))
             first = await rig.together(restorer, [prompt], "adaptive")
             later = await rig.together(restorer, [prompt], "adaptive")
     finally:
