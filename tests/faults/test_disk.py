@@ -169,15 +169,24 @@ async def generate(
 
 
 async def test_a_full_disk(model_folder: Path, small_disk: Path) -> None:
-    """What fits is stored and restored, what does not is counted; nothing half-written stays."""
-    first, second = await turns(model_folder, small_disk / "store")
+    """What fits is stored and restored; the tier evicts for what else comes, and what it cannot
+    make room for is counted; nothing half-written stays."""
+    objects = small_disk / "store" / "objects"
+    there: list[Path] = []
+    first, second = await turns(
+        model_folder, small_disk / "store", lambda: there.extend(objects.glob("*/*"))
+    )
     assert first.saved is not None
-    assert first.saved["disk"].stored > 10
-    assert first.saved["disk"].dropped > 10
+    assert first.saved["disk"].stored + first.saved["disk"].dropped == 44
+    assert 10 < len(there) <= min(34, first.saved["disk"].stored)
     # The chunk with the prompt's last token cannot be used by the same prompt.
-    assert second.cached_tokens >= 16 * (first.saved["disk"].stored - 1)
+    assert second.cached_tokens >= 16 * (len(there) - 1)
     assert second.restoration is not None
     assert second.restoration.failed_loads == 0
+    # All that is there was just looked up: nothing leaves for what is not.
+    assert second.saved is not None
+    assert second.saved["disk"].kept == len(there)
+    assert second.saved["disk"].dropped == 44 - len(there)
     assert list((small_disk / "store" / "tmp").iterdir()) == []
 
 
