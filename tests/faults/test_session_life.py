@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import cacheflow.session
+import cacheflow.session.flow
 from cacheflow.errors import ConfigError
 from cacheflow.kv import extend_keys
 from cacheflow.plugins.transformers import TransformersEngine
@@ -75,8 +75,8 @@ async def test_keys_never_block_the_loop(flow: CacheFlow, monkeypatch: pytest.Mo
             made.append((turn[0], len(keys) - before))
             return done
 
-        monkeypatch.setattr(cacheflow.session, "TOKENS_IN_ONE_GO", 4 * CHUNK)
-        monkeypatch.setattr(cacheflow.session, "extend_keys", watched)
+        monkeypatch.setattr(cacheflow.session.flow, "TOKENS_IN_ONE_GO", 4 * CHUNK)
+        monkeypatch.setattr(cacheflow.session.flow, "extend_keys", watched)
         history = prompt_of(300)
         history += await ask(flow, "s", history, tokens=40)
         history += prompt_of(200)

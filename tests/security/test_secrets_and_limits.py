@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from cacheflow.errors import ConfigError, IntegrityError
 from cacheflow.kv import MAX_HEADER_BYTES, PREFIX_BYTES, Stamp, decode_header, header_size
-from cacheflow.session import _stamp
+from cacheflow.session.opening import stamp_of
 from cacheflow.settings import Settings
 from cacheflow.testing.objects import make_object
 
@@ -60,11 +60,11 @@ class Engine:
 def test_the_stamp_of_a_flow_shows_no_secret(caplog: pytest.LogCaptureFixture) -> None:
     """What is made of the secrets can be logged by mistake without harm."""
     engine: Any = Engine()
-    stamp = _stamp(settings(), engine)
+    stamp = stamp_of(settings(), engine)
     assert stamp.auth is not None
-    assert stamp.tenant_id != _stamp(settings(salt=""), engine).tenant_id
-    assert stamp.model_id == _stamp(settings(salt=""), engine).model_id
-    assert _stamp(settings(auth_key=""), engine).auth is None
+    assert stamp.tenant_id != stamp_of(settings(salt=""), engine).tenant_id
+    assert stamp.model_id == stamp_of(settings(salt=""), engine).model_id
+    assert stamp_of(settings(auth_key=""), engine).auth is None
     logging.getLogger("test").warning("%r %s", stamp, stamp.auth)
     assert not [secret for secret in (SALT, KEY) if secret in caplog.text]
     assert Stamp() == Stamp()

@@ -1,0 +1,76 @@
+"""What was learned about costs, between processes: taken up at the start, kept now and then."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.costs import (
+    COSTS_FILE,
+    ComputeModel,
+    CostStore,
+    KeptCosts,
+    channel_key,
+    compute_key,
+)
+from cacheflow.types import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from cacheflow.abc import Engine
+    from cacheflow.scheduling import BatchScheduler
+    from cacheflow.settings import Settings, TierSettings
+
+__all__ = ["keeping", "kept_costs"]
+
+_KEEP_SECONDS: Final = 60.0
+"""Between two saves of what was learned about costs."""
+_CLOSE_SECONDS: Final = 2.0
+"""Closing waits this long for the last one."""
+
+
+def kept_costs(
+    settings: Settings,
+    tiers: Sequence[TierSettings],
+    engine: Engine,
+    costs: ComputeModel,
+    scheduler: BatchScheduler,
+) -> KeptCosts:
+    """Under keys that say what decides the costs; nothing is known of a caller's own backends."""
+    return KeptCosts(
+        CostStore(settings.cache_dir / COSTS_FILE),
+        costs,
+        compute_key(engine.identity, engine.grid_id),
+        {tier.name: channel_key(tier.name, tier.backend, _channel_options(tier)) for tier in tiers},
+        scheduler.channel,
+    )
+
+
+def _channel_options(tier: TierSettings) -> dict[str, object]:
+    """What decides the speed of a tier: decoding is part of it."""
+    return tier.options if tier.codec is Codec.RAW else {**tier.options, "tier codec": tier.codec}
+
+
+@asynccontextmanager
+async def keeping(kept: KeptCosts) -> AsyncIterator[None]:
+    """Begin with the costs learned once; keep what is learned, now and then and at the end."""
+    kept.prime(*await asyncio.to_thread(kept.read))
+    keeping = asyncio.create_task(_keep(kept))
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        if save := kept.to_save():
+            last = asyncio.ensure_future(asyncio.to_thread(save))
+            await asyncio.wait([last], timeout=_CLOSE_SECONDS)
+
+
+async def _keep(kept: KeptCosts) -> None:
+    """Save what was learned, once a minute at most; until cancelled."""
+    while True:
+        await asyncio.sleep(_KEEP_SECONDS)
+        if save := kept.to_save():
+            await asyncio.to_thread(save)
