@@ -45,6 +45,7 @@ _NEW_TOKENS: Final = 3
 _DEADLINE: Final = 2.0
 _PATIENCE: Final = 60.0
 _TRIES: Final = 5
+_MOMENTS: Final = 300
 _QUICK: Final = HealthLimits(first_wait=0.05, longest_wait=0.5)
 """Probed often, so that a cell does not wait long for its tier to be taken back."""
 
@@ -176,7 +177,7 @@ class Stage:
             for each in faulty:
                 each.heal()
             await self._well_again(flow, tiers, seen)
-            self._check_memory(flow, seen)
+            await self._check_memory(flow, seen)
         await self._check_belongings(before, seen)
         return seen
 
@@ -295,8 +296,11 @@ class Stage:
 
     # -- what is left --------------------------------------------------------------------------
 
-    def _check_memory(self, flow: CacheFlow, seen: Seen) -> None:
+    async def _check_memory(self, flow: CacheFlow, seen: Seen) -> None:
         pool = flow.restorer.pool
+        for _ in range(_MOMENTS):  # what is being put back when the last request has ended
+            if pool.leased_bytes:
+                await asyncio.sleep(0.01)
         left = {
             "leased bytes": pool.leased_bytes,
             "quarantined bytes": pool.quarantined_bytes(),
