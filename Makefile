@@ -11,7 +11,8 @@ WORKERS ?= auto
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 TREE := build/tree
-BENCHES := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
+BENCHES := $(filter-out bench-vllm, \
+    $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py)))
 CODE := cacheflow storage_backends plugins tests benchmarks examples dashboards
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -74,7 +75,7 @@ setup-vllm: $(VENV_VLLM)/.vllm ## Make the environment with vLLM (CPU, 3 GB) in 
 test-vllm: $(VENV_VLLM)/.vllm ## Tests of the vLLM plugin inside vLLM
 	$(VENV_VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(ARGS)
 
-bench-vllm: benchmarks/bench_vllm.py $(VENV_VLLM)/.vllm
+bench-vllm: benchmarks/bench_vllm.py $(VENV_VLLM)/.vllm ## Seconds to the first token in vLLM (ARGS=--quick)
 	$(VENV_VLLM)/bin/python $< $(ARGS)
 
 wheel: $(VENV)/.dev ## Build the wheel into dist/

@@ -22,6 +22,10 @@ HAVE_VLLM = find_spec("vllm") is not None
 collect_ignore_glob = [] if HAVE_VLLM else ["test_*.py"]
 
 
+def pytest_report_header() -> str:
+    return "" if HAVE_VLLM else "tests/vllm: not collected, there is no vLLM here (make test-vllm)"
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm")

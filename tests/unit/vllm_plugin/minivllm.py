@@ -89,7 +89,8 @@ class MiniPool:
 
     def touch(self, blocks: Sequence[MiniBlock]) -> None:
         for block in blocks:
-            assert block.ref_cnt > 0, "pinned a block that nobody held"
+            if not block.ref_cnt:
+                self.free.remove(block.block_id)
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[MiniBlock]) -> None:
