@@ -93,13 +93,16 @@ class Depot:
     def report(self) -> Report:
         """What happened since the last report."""
         loader, saver = self._loader, self._saver
+        if lost := not self._thread.is_alive():
+            loader.abandon()
         restores = [r for r in list(loader.restores.values()) if r.found is not None]
         return Report(
             found={r.id: r.found for r in restores if r.found is not None},
             progress={r.id: loader.progress(r) for r in restores},
             ended=[loader.ended.popleft() for _ in range(len(loader.ended))],
             saves=[saver.outcomes.popleft() for _ in range(len(saver.outcomes))],
-            busy=saver.busy,
+            busy=saver.busy and not lost,
+            lost=lost,
         )
 
     def close(self) -> None:
@@ -135,9 +138,9 @@ class Depot:
                 runner.run(self._serve())
         except BaseException as error:
             if self._ready.done():
-                _log.exception("storage thread died")
-                raise
-            self._ready.set_exception(error)
+                _log.exception("storage thread died: requests are computed from now on")
+            else:
+                self._ready.set_exception(error)
 
     async def _serve(self) -> None:
         async with AsyncExitStack() as stack:

@@ -125,6 +125,7 @@ class Desk:
     _orders: Orders = field(default_factory=Orders)
     _numbers: count[int] = field(default_factory=lambda: count(1))
     _timed: Tile | None = None
+    _lost: bool = False
     counts: Counts = field(default_factory=Counts)
 
     @property
@@ -147,7 +148,7 @@ class Desk:
 
     def _begin(self, request: Request, computed: int) -> int | None:
         policy = policy_of(self.settings, request.kv_transfer_params)
-        if policy == "recompute" or request.skip_reading_prefix_cache:
+        if policy == "recompute" or request.skip_reading_prefix_cache or self._lost:
             return 0
         keys = self.keyring.keys(request, request.num_tokens - 1) or ()
         first = computed // self.limits.block
@@ -343,7 +344,7 @@ class Desk:
             restore = self._restores.get(request_id)
             if restore is not None and restore.phase is Phase.RACING:
                 self._orders.claims[restore.id] = -(-done // self.limits.block)
-            if self.settings.save:
+            if self.settings.save and not self._lost:
                 self._plan_saves(request, done, tokens)
         self._time(scheduled, requests)
         orders, self._orders = self._orders, Orders()
@@ -396,6 +397,20 @@ class Desk:
         for restore_id in report.ended:
             self.pins.unpin(self._ending.pop(restore_id, ()))
         self.book.heard(report.saves, self.pins)
+        if report.lost and not self._lost:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The worker's storage is gone: nothing is restored or stored from now on."""
+        _log.error("storage has died: every request is computed from now on")
+        self._lost = True
+        for restore in list(self._restores.values()):
+            self._close(restore)
+        for pinned in self._ending.values():
+            self.pins.unpin(pinned)
+        self._ending.clear()
+        self._orders = Orders()
+        self.book.abandon(self.pins)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.costs import ChannelModel
-from cacheflow.errors import IntegrityError
+from cacheflow.errors import ClosedError, IntegrityError
 from cacheflow.kv import verify
 from cacheflow.plugins.vllm.finder import longest_run
 from cacheflow.plugins.vllm.records import Found, Progress
@@ -181,7 +181,10 @@ class Loader:
             if not waiting or waiting[-1] < max(restore.stop, restore.claim):
                 continue
             owner = OUTSIDE if restore.targets is None else INSIDE
-            lease = self._pool.try_lease(self._memory.nbytes, owner)
+            try:
+                lease = self._pool.try_lease(self._memory.nbytes, owner)
+            except ClosedError:  # the worker is on its way out
+                return None
             if lease is not None:
                 return restore, waiting.pop(), lease
             self.starved = True
@@ -307,6 +310,12 @@ class Loader:
         for block in staged:
             self.place(restore, block)
         restore.settle()
+
+    def abandon(self) -> None:
+        """The event loop is gone: no copy that is still under way may reach the cache."""
+        for restore in list(self.restores.values()):
+            with restore.lock:
+                restore.closed = True
 
     def progress(self, restore: Restoring) -> Progress:
         """How far it is; from any thread, exact enough for a decision."""

@@ -98,6 +98,8 @@ class Report:
     saves: list[SaveOutcome] = field(default_factory=list)
     busy: bool = False
     """Something is still going on that will be reported later."""
+    lost: bool = False
+    """The worker's storage thread has died: nothing will be loaded, stored or told any more."""
 
     def __bool__(self) -> bool:
-        return bool(self.found or self.progress or self.ended or self.saves)
+        return bool(self.found or self.progress or self.ended or self.saves or self.lost)

@@ -11,13 +11,12 @@ from collections import OrderedDict
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.plugins.vllm.records import SaveOrder
+from cacheflow.plugins.vllm.records import SaveOrder, SaveOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from cacheflow.plugins.vllm.pins import Pins
-    from cacheflow.plugins.vllm.records import SaveOutcome
     from cacheflow.types import ChunkKey
 
 __all__ = ["SaveBook"]
@@ -78,6 +77,10 @@ class SaveBook:
             if not outcome.taken:
                 self.dropped += 1
                 self._stored.pop(key, None)
+
+    def abandon(self, pins: Pins) -> None:
+        """Nothing will be copied any more."""
+        self.heard([SaveOutcome(save, taken=False) for save in self._open], pins)
 
     def remember(self, keys: Iterable[bytes]) -> None:
         """These are stored, or about to be."""

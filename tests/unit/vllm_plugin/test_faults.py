@@ -106,3 +106,17 @@ def test_holes_are_fine(rig: Steered) -> None:
     second = rig.mini.add("second", TOKENS, "load")
     rig.mini.run()
     assert second.computed == 6 * 16 + 16
+
+
+def test_requests_go_on_when_storage_dies(rig: Steered) -> None:
+    """With the storage thread gone every request is computed, and no block stays pinned."""
+    steered.steer(rig.control, seconds=0.01)
+    requests = [
+        rig.mini.add(f"r{n}", TOKENS, policy) for n, policy in enumerate(("load", "adaptive"))
+    ]
+    for _ in range(4):
+        rig.mini.step()
+    rig.mini.depot._loop.call_soon_threadsafe(rig.mini.depot._loop.stop)
+    rig.mini.depot._thread.join(5)
+    rig.mini.run(10.0)
+    assert all(request in rig.mini.done for request in requests)
