@@ -127,7 +127,8 @@ class Loader:
         """Restores that are over, until they are told."""
         self._counts = counts
         self.channels = {name: ChannelModel() for name in tiers}
-        self._flying = dict.fromkeys(tiers, 0)
+        self._flying: dict[str, set[Lease]] = {name: set() for name in tiers}
+        """Loads on their way, by the memory they land in."""
         self._loads = 0
         self.starved = False
         """Some load found no staging memory: ask again."""
@@ -143,7 +144,8 @@ class Loader:
     def close(self, restore_id: int) -> None:
         """End a restore, whatever it is doing; told as ended when nothing of it can write."""
         restore = self.restores.get(restore_id)
-        if restore is None:
+        if restore is None:  # it ended before
+            self.ended.append(restore_id)
             return
         with restore.lock:
             restore.closed = True
@@ -163,15 +165,15 @@ class Loader:
         """Start the loads that are due: on every tier the oldest restore's highest block."""
         self.starved = False
         for tier in self._tiers:
-            while self._flying[tier] < max(self.channels[tier].depth, _LEAST_DEPTH):
+            while len(self._flying[tier]) < max(self.channels[tier].depth, _LEAST_DEPTH):
                 chosen = self._next(tier)
                 if chosen is None:
                     break
                 restore, block, lease = chosen
-                self._flying[tier] += 1
+                self._flying[tier].add(lease)
                 task = asyncio.create_task(self._load(restore, block, tier, lease))
                 restore.tasks[block] = task
-                task.add_done_callback(partial(self._done, restore, block))
+                task.add_done_callback(partial(self._done, restore, block, tier, lease))
 
     def _next(self, tier: str) -> tuple[Restoring, int, Lease] | None:
         """What to load next over ``tier``, and where to; a restore that finds no staging memory is
@@ -190,11 +192,18 @@ class Loader:
             self.starved = True
         return None
 
-    def _done(self, restore: Restoring, block: int, task: asyncio.Task[None]) -> None:
+    def _done(
+        self, restore: Restoring, block: int, tier: str, lease: Lease, task: asyncio.Task[None]
+    ) -> None:
         restore.tasks.pop(block, None)
+        self._flying[tier].discard(lease)
+        if task.cancelled():  # perhaps before it began: then nobody else gives its memory back
+            lease.release()
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a load ended unexpectedly", exc_info=error)
             restore.stop = max(restore.stop, block + 1)
+        if not task.cancelled():
+            self.pump()
         if restore.low <= max(restore.stop, restore.claim):
             self._changed()  # complete, or over: the scheduler should know at once
 
@@ -236,8 +245,8 @@ class Loader:
         try:
             await self._fetch(info, tier, lease)
         finally:
-            self._flying[tier] -= 1
-            self.pump()
+            self._flying[tier].discard(lease)
+        self.pump()  # not when it is cancelled: then nothing new should begin
 
     async def _fetch(self, info: ChunkInfo, tier: str, lease: Lease) -> None:
         offset, nbytes = info.layer_range(info.key.layers)

@@ -120,3 +120,18 @@ def test_requests_go_on_when_storage_dies(rig: Steered) -> None:
     rig.mini.depot._thread.join(5)
     rig.mini.run(10.0)
     assert all(request in rig.mini.done for request in requests)
+
+
+def test_loads_that_never_began_leave_the_channel_free(rig: Steered) -> None:
+    """A restore that ends between the decision to load and the load's first step takes neither
+    memory nor a place on the channel with it: the next one is loaded."""
+    loader = rig.mini.depot._loader
+    heard = loader._changed
+    loader._changed = lambda: [loader.close(r) for r in list(loader.restores)]  # type: ignore[assignment,misc]
+    doomed = rig.mini.add("doomed", TOKENS, "load")
+    rig.mini.run(10.0)
+    assert doomed.computed == 400
+    loader._changed = heard
+    last = rig.mini.add("last", TOKENS, "load")
+    rig.mini.run(10.0)
+    assert last.computed == 16
