@@ -73,7 +73,7 @@ dashboards: $(VENV)/.dev ## Write dashboards/grafana/*.json from dashboards/sour
 setup-vllm: $(VENV_VLLM)/.vllm ## Make the environment with vLLM (CPU, 3 GB) in .venv-vllm
 
 test-vllm: $(VENV_VLLM)/.vllm ## Tests of the vLLM plugin inside vLLM
-	$(VENV_VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default $(ARGS)
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default --timeout 600 $(ARGS)
 
 bench-vllm: benchmarks/bench_vllm.py $(VENV_VLLM)/.vllm ## Seconds to the first token in vLLM (ARGS=--quick)
 	$(VENV_VLLM)/bin/python $< $(ARGS)
