@@ -34,7 +34,7 @@ class VllmSettings(Settings):
     loaded before the request takes any blocks."""
     save: bool = True
     """Store what is computed."""
-    lookup_patience: float = Field(default=0.1, gt=0, le=60)
+    lookup_patience: float = Field(default=0.25, gt=0, le=60)
     """Seconds a request waits for the tiers to say what they have."""
 
     @classmethod

@@ -28,7 +28,9 @@ def engine() -> Iterator[Callable[..., MiniVllm]]:
                 "latency": latency,
             },
         }
-        settings = VllmSettings.parse({"tiers": [tier], "staging_bytes": 4 << 20})
+        settings = VllmSettings.parse(
+            {"tiers": [tier], "staging_bytes": 4 << 20, "lookup_patience": 2.0}
+        )
         made.append(MiniVllm(settings, **options))
         return made[-1]
 

@@ -31,7 +31,8 @@ class Steered:
             "backend": "steered",
             "options": {"control": str(self.control)},
         }
-        parsed = VllmSettings.parse({"tiers": [tier], "staging_bytes": 4 << 20, **settings})
+        usual = {"staging_bytes": 4 << 20, "lookup_patience": 2.0}  # for busy machines
+        parsed = VllmSettings.parse({"tiers": [tier], **usual, **settings})
         self.mini = MiniVllm(parsed)
         self.mini.add("first", TOKENS)
         self.mini.run()
