@@ -128,7 +128,12 @@ def test_loads_that_never_began_leave_the_channel_free(rig: Steered) -> None:
     memory nor a place on the channel with it: the next one is loaded."""
     loader = rig.mini.depot._loader
     heard = loader._changed
-    loader._changed = lambda: [loader.close(r) for r in list(loader.restores)]  # type: ignore[assignment,misc]
+
+    def close_all() -> None:
+        for restore in list(loader.restores):
+            loader.close(restore)
+
+    loader._changed = close_all
     doomed = rig.mini.add("doomed", TOKENS, "load")
     rig.mini.run(10.0)
     assert doomed.computed == 400
