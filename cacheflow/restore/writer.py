@@ -84,8 +84,9 @@ class TierWriter:
 
     async def run(self) -> None:
         """Write one after another until cancelled; :attr:`at_once` tasks may run this."""
-        queue = self.queue
-        while True:
+        queue, task = self.queue, asyncio.current_task()
+        # A third party's backend may answer its cancellation with an error, or a result.
+        while task is not None and not task.cancelling():
             await self._shared.pulse.until(lambda: queue.ready)
             await self._write(queue.take())
 

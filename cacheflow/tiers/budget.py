@@ -74,7 +74,8 @@ class Budget:
             if turn.done() and not turn.cancelled():
                 self._give(operations, nbytes)  # its turn came in the same moment
             else:
-                self._waiting.remove(place)
+                if place in self._waiting:  # not if another one that left has been here
+                    self._waiting.remove(place)
                 self._serve()
             raise
 

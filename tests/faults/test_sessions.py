@@ -231,6 +231,34 @@ async def test_closing_during_a_generation_ends_it(model_folder: Path, where: st
         assert_nothing_is_left(flow, engine)
 
 
+async def test_closing_while_a_store_answers_its_cancellation_with_an_error(
+    model_folder: Path,
+) -> None:
+    """Whatever a third party's tier does when it is cancelled, closing ends."""
+
+    class Stubborn(MemoryBackend):
+        storing = asyncio.Event()
+
+        async def store(self, writes: Any) -> Any:
+            self.storing.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise ValueError("bug") from None
+
+    store = Stubborn()
+    async with engine_of(model_folder) as engine:
+        settings = Settings(staging_bytes=1 << 22, flush_seconds=0)
+        async with asyncio.timeout(20):
+            async with CacheFlow.open(settings, engine=engine, backends={"s": store}) as flow:
+                report = Generation()
+                await ask(flow, "a", prompt_of(100), max_new_tokens=2, report=report)
+                await store.storing.wait()
+        assert report.saved is not None
+        assert report.saved["s"].dropped == 6
+        assert_nothing_is_left(flow, engine)
+
+
 async def test_sixty_four_sessions_over_one_small_pool(model_folder: Path) -> None:
     """64 at once over staging memory for a few loads: no deadlock, everyone the same tokens."""
     prompt = prompt_of(300)
