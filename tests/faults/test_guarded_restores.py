@@ -130,7 +130,7 @@ async def test_every_fault_at_loads_costs_recompute_and_nothing_else(
 ) -> None:
     """Four restores, two of them at once, while it lasts: every byte is right. When it is over, and
     what was damaged has been stored anew, everything is loaded again."""
-    async with rig(deadline=0.5 if kind is FaultKind.HANG else 5.0) as r:
+    async with rig(deadline=1.5 if kind is FaultKind.HANG else 5.0) as r:
         r.faulty.inject(Fault(kind, "load", rate=rate, seconds=0.01))
         await r.restore("a", policy)
         await asyncio.gather(r.restore("b", policy), r.restore("c", policy))
@@ -150,7 +150,7 @@ async def test_every_fault_at_lookups_and_everywhere(kind: FaultKind, operation:
     except ValueError:
         assert kind in (FaultKind.SHORT, FaultKind.TORN, FaultKind.FLIP, FaultKind.STALE)
         return
-    async with rig(deadline=0.5 if kind is FaultKind.HANG else 5.0) as r:
+    async with rig(deadline=1.5 if kind is FaultKind.HANG else 5.0) as r:
         r.faulty.inject(fault)
         for name in "abcd":
             assert (await r.restore(name)).loaded_cells == {}
