@@ -74,7 +74,8 @@ class Session:
 
         What is resident is used, what is stored is restored, the rest is computed; afterwards the
         whole chunks of the history are stored behind the request (``save``), where they are found
-        at once. Abandoning the iterator keeps the session usable: it forgets its resident KV.
+        at once. Abandoning the iterator (``aclose``, or the last reference to it dropped) keeps the
+        session usable: it forgets its resident KV. Until then the next turn waits for it.
 
         ``policy``: instead of the setting's. ``priority``: higher goes before others, whatever the
         objective. ``deadline``: seconds from now in which the first token is wanted (objective
@@ -87,7 +88,7 @@ class Session:
         report = report if report is not None else Generation()
         arrival = self._flow.clock.now()
         self._check(prompt, max_new_tokens)
-        prompt = prompt[:]  # as it is now: the caller may go on with it while we wait
+        prompt = _as_it_is_now(prompt)  # the caller may go on with it while we wait
         async with self._busy:
             known = self._keys if self._is_extended_by(prompt) else ()
             keys = await self._flow._keys_in_pieces(prompt, known)
@@ -202,3 +203,10 @@ class Session:
         saved = self._flow._saver.save(request_id, keys)
         await asyncio.sleep(0)  # what comes next does not share a turn of the loop with the keys
         return saved
+
+
+def _as_it_is_now(prompt: Sequence[int]) -> Sequence[int]:
+    """A copy. Of an array or tensor the numbers: its slices are views, and ``+`` adds them up."""
+    numbers = None if isinstance(prompt, memoryview) else getattr(prompt, "tolist", None)
+    copied: Sequence[int] = prompt[:] if numbers is None else numbers()
+    return copied

@@ -102,7 +102,7 @@ class RequestTable:
                 request.shrink(self._pool, pages)
             raise
         for request, more in zip(requests, tokens, strict=True):
-            request.tokens += more
+            request.tokens.extend(more)  # += would add an array up
             request.last = None
 
     def close(self, request_id: str) -> OpenRequest | None:

@@ -120,6 +120,30 @@ async def test_a_prompt_changed_while_it_waits_is_used_as_it_was(flow: CacheFlow
     assert await task == expected
 
 
+async def test_prompts_as_arrays(flow: CacheFlow) -> None:
+    """An array or tensor of tokens is the same prompt as a list of them, in every turn, and may be
+    changed while it is used; a request opened with one directly has its tokens."""
+    import numpy as np
+    import torch
+
+    prompt = prompt_of(100)
+    history = prompt + await ask(flow, "list", prompt, tokens=100)
+    held = flow.session("list").resident_tokens
+    history = (history + prompt_of(300))[: 2 * held]  # what is new is as long as what is held
+    expected = await ask(flow, "list", history, tokens=3)
+    for kind, make in (("numpy", np.array), ("torch", torch.tensor)):
+        assert prompt + await ask(flow, kind, make(prompt), tokens=100) == history[: held + 1]
+        changing = make(history)
+        task = asyncio.create_task(ask(flow, kind, changing, tokens=3))
+        await asyncio.sleep(0)
+        changing[:] = 1
+        assert await task == expected
+    await flow.engine.open("direct", np.array(prompt))
+    await flow.engine.extend("direct", np.array([5]))
+    assert flow.engine._requests.get("direct").tokens == [*prompt, 5]
+    await flow.engine.close("direct")
+
+
 def known(flow: CacheFlow) -> list[str]:
     gc.collect()
     return sorted(flow._sessions)
