@@ -131,17 +131,19 @@ async def test_prompts_as_arrays(flow: CacheFlow) -> None:
     held = flow.session("list").resident_tokens
     history = (history + prompt_of(300))[: 2 * held]  # what is new is as long as what is held
     expected = await ask(flow, "list", history, tokens=3)
-    for kind, make in (("numpy", np.array), ("torch", torch.tensor)):
+    makers: dict[str, Any] = {"numpy": np.array, "torch": torch.tensor}
+    for kind, make in makers.items():
         assert prompt + await ask(flow, kind, make(prompt), tokens=100) == history[: held + 1]
         changing = make(history)
         task = asyncio.create_task(ask(flow, kind, changing, tokens=3))
         await asyncio.sleep(0)
         changing[:] = 1
         assert await task == expected
-    await flow.engine.open("direct", np.array(prompt))
-    await flow.engine.extend("direct", np.array([5]))
-    assert flow.engine._requests.get("direct").tokens == [*prompt, 5]
-    await flow.engine.close("direct")
+    engine: Any = flow.engine
+    await engine.open("direct", np.array(prompt))
+    await engine.extend("direct", np.array([5]))
+    assert engine._requests.get("direct").tokens == [*prompt, 5]
+    await engine.close("direct")
 
 
 def known(flow: CacheFlow) -> list[str]:
