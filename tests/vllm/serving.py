@@ -40,7 +40,8 @@ class Serving:
         control = folder / "control.json"
         steered.install(folder / "site")
         tier = {"name": "store", "backend": "steered", "options": {"control": str(control)}}
-        extra = options.pop("extra", {})
+        # A busy machine takes its time to answer; what lookups that are too late cost is for others.
+        extra = {"lookup_patience": 5.0, **options.pop("extra", {})}
         if not plain:
             options |= {
                 "scheduler_cls": "cacheflow.plugins.vllm.scheduler.CacheFlowScheduler",

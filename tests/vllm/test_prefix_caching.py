@@ -22,7 +22,11 @@ def test_requests_with_one_prefix_restore_it_once(serving: Serving, expected: Ex
         serving.steer(seconds=seconds)
         prompts = [LONG, LONG, EDGES[-1], LONG]
         assert serving.generate(prompts) == [expected[tuple(p)] for p in prompts]
-        assert serving.cached[1] == len(LONG) // BLOCK * BLOCK
+        whole = len(LONG) // BLOCK * BLOCK
+        if seconds:  # the others may go on from what the first has, before it has all
+            assert BLOCK <= serving.cached[1] <= whole
+        else:
+            assert serving.cached[1] == whole
 
 
 def test_store_goes_on_where_local_hits_end(serving: Serving, expected: Expected) -> None:
