@@ -40,7 +40,7 @@ class Serving:
         control = folder / "control.json"
         steered.install(folder / "site")
         tier = {"name": "store", "backend": "steered", "options": {"control": str(control)}}
-        # A busy machine takes its time to answer; what lookups that are too late cost is for others.
+        # A busy machine takes its time to answer: no test here is about late lookups.
         extra = {"lookup_patience": 5.0, **options.pop("extra", {})}
         if not plain:
             options |= {
