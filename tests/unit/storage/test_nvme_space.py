@@ -1,4 +1,4 @@
-"""Cap, floor and ledger of an nvme folder: exact to the byte, whoever dies at whatever step."""
+"""Cap, floor and ledger of an nvme folder: exact to the byte, for one process and for several."""
 
 from __future__ import annotations
 
@@ -6,150 +6,27 @@ import errno
 import os
 import random
 import threading
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
 
 from cacheflow.errors import CapacityError, ConfigError
 from cacheflow.storage_backends.nvme import ledger as ledger_module
-from cacheflow.storage_backends.nvme import moving
 from cacheflow.storage_backends.nvme.folder import StoreFolder
 from cacheflow.storage_backends.nvme.ledger import Ledger
 from cacheflow.storage_backends.nvme.records import (
-    FREE,
     PLACES,
-    Entry,
-    Head,
     Joined,
-    State,
     Totals,
 )
-from cacheflow.storage_backends.nvme.space import Space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-CAP = 100_000
+from tests.unit.storage.dying import Process, bytes_of, exchange, marks_of, sizes, unfinished
 
-
-class Died(BaseException):
-    """The process was killed: nothing of it runs any more."""
-
-
-class Killer:
-    """Lets ``steps`` system calls through (the last one may or may not take place), then none."""
-
-    def __init__(self, steps: int, *, done: bool) -> None:
-        self.left = steps
-        self.done = done
-        self.died = False
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            if self.died:
-                raise Died
-            self.left -= 1
-            if self.left:
-                return call(*arguments, **named)
-            self.died = True
-            if self.done:
-                call(*arguments, **named)
-            raise Died
-
-        return wrapped
-
-    def __enter__(self) -> Killer:
-        self._stack = ExitStack()
-        for owner, name in (
-            (os, "pwrite"),
-            (os, "unlink"),
-            (os, "open"),
-            (os, "replace"),
-            (moving, "_renameat2"),
-            (os, "rename"),
-        ):
-            wrapped = self.around(getattr(owner, name))
-            self._stack.enter_context(mock.patch.object(owner, name, wrapped))
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-
-
-class Process:
-    """A store's share in a folder, as one process has it."""
-
-    def __init__(self, root: Path, cap: int = CAP, floor: int = 0) -> None:
-        self.folder = StoreFolder(root)
-        self.folder.make()
-        self.ledger = Ledger(self.folder.ledger)
-        if self.ledger.join() is Joined.COUNT:
-            self.folder.clear_temporary()
-            self.ledger.counted(sum(file.nbytes for file in self.folder.files()))
-        self.space = Space(self.folder, self.ledger, cap, floor)
-
-    def path(self, name: str) -> Path:
-        return self.folder.objects / name[:2] / name
-
-    def place(self, name: str) -> Path:
-        """Where the object lies, in a folder that is there."""
-        self.path(name).parent.mkdir(exist_ok=True)
-        return self.path(name)
-
-    def put(self, name: str, nbytes: int) -> None:
-        def fill(temporary: Path) -> None:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.write(descriptor, bytes(nbytes // 2))
-                os.write(descriptor, bytes(nbytes - nbytes // 2))
-            finally:
-                os.close(descriptor)
-
-        self.space.put(self.place(name), nbytes, fill)
-
-    def remove(self, name: str) -> bool:
-        return self.space.remove(self.path(name))
-
-    def leave(self) -> None:
-        self.space.leave()
-
-
-def sizes(root: Path) -> dict[str, int]:
-    return {p.name: p.stat().st_size for p in (root / "objects").rglob("*") if p.is_file()}
-
-
-def bytes_of(root: Path) -> int:
-    unfinished = sum(path.stat().st_size for path in (root / "tmp").iterdir())
-    return sum(sizes(root).values()) + unfinished
-
-
-def unfinished(root: Path) -> list[str]:
-    return [path.name for path in (root / "tmp").iterdir()]
-
-
-def marks_of(root: Path) -> dict[tuple[str, int, int], int]:
-    """Bytes of each file, by name, inode and time of the last change of either."""
-    found = {}
-    for path in root.glob("*/**/*"):
-        with suppress(FileNotFoundError):
-            stat = path.lstat()
-            if path.is_file():
-                found[str(path), stat.st_ino, stat.st_ctime_ns] = stat.st_size
-    return found
-
-
-@pytest.fixture(params=["exchange", "no exchange"])
-def exchange(request: pytest.FixtureRequest) -> Iterator[None]:
-    """File systems with an atomic exchange of names, and those without."""
-    if request.param == "exchange":
-        yield
-        return
-    refusal = moving.CannotExchange(errno.EINVAL, "no exchange here")
-    with mock.patch.object(moving, "_renameat2", side_effect=refusal):
-        yield
+__all__ = ["exchange"]  # a fixture
 
 
 # -- one process -----------------------------------------------------------------------------------
@@ -374,158 +251,3 @@ def test_a_suspended_process_holds_up_nobody_for_long(tmp_path: Path) -> None:
     assert two.space.used() == 10
     for each in (one, two):
         each.leave()
-
-
-# -- the dead --------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("exchange")
-@pytest.mark.parametrize("done", [True, False])
-@pytest.mark.parametrize("what", ["new", "larger", "smaller", "removed"])
-def test_death_at_every_step(tmp_path: Path, what: str, done: bool) -> None:
-    """A process that stops at any system call, before or after it took place, leaves the object as
-    it was or as it was to be; survivors get the bytes right and remove what was left, and so does
-    the next process that takes its place."""
-    steps = 0
-    while True:
-        steps += 1
-        root = tmp_path / str(steps)
-        survivor = Process(root)
-        victim = Process(root)
-        survivor.put("zz", 777)
-        if what != "new":
-            victim.put("aa", 1000)
-        before = sizes(root)
-        killer = Killer(steps, done=done)
-        with killer:
-            try:
-                if what == "removed":
-                    victim.remove("aa")
-                else:
-                    victim.put("aa", {"new": 500, "larger": 3000, "smaller": 200}[what])
-            except Died:
-                assert killer.died
-        assert bytes_of(root) <= survivor.space.used()
-        victim.ledger.close()  # as the kernel does it
-        if steps % 2:
-            heir = Process(root)
-            heir.leave()
-        survivor.space.reclaim()
-        assert unfinished(root) == []
-        assert survivor.space.used() == bytes_of(root)
-        after = sizes(root)
-        if not killer.died:
-            break
-        assert after in (before, expected(before, what))
-        survivor.leave()
-    assert after == expected(before, what)
-    assert steps > 4
-    survivor.leave()
-
-
-def expected(before: dict[str, int], what: str) -> dict[str, int]:
-    after = dict(before)
-    if what == "removed":
-        after.pop("aa", None)
-    else:
-        after["aa"] = {"new": 500, "larger": 3000, "smaller": 200}[what]
-    return after
-
-
-def test_the_dead_make_room(tmp_path: Path) -> None:
-    """What the dead had reserved is given back before a store is refused."""
-    survivor, victim = Process(tmp_path, cap=1000), Process(tmp_path, cap=1000)
-
-    place = victim.place("aa")
-
-    def die(temporary: Path) -> None:
-        temporary.write_bytes(bytes(400))
-        killer.died = True
-        raise Died
-
-    with Killer(1_000, done=True) as killer, pytest.raises(Died):
-        victim.space.put(place, 900, die)
-    with pytest.raises(CapacityError):
-        survivor.put("bb", 800)  # it may still be writing
-    victim.ledger.close()
-    survivor.put("bb", 800)
-    assert (survivor.space.used(), unfinished(tmp_path)) == (800, [])
-    survivor.leave()
-
-
-def test_a_hung_operation_keeps_its_place(tmp_path: Path) -> None:
-    """A store that is left while one of its operations hangs in the disk is not taken for dead
-    until that has ended: others would give away what it may still move into place."""
-    one, two = Process(tmp_path, cap=1000), Process(tmp_path, cap=1000)
-    go, hung = threading.Event(), threading.Event()
-
-    def fill(temporary: Path) -> None:
-        temporary.write_bytes(bytes(600))
-        hung.set()
-        go.wait(20)
-
-    thread = threading.Thread(target=one.space.put, args=(one.place("aa"), 600, fill))
-    thread.start()
-    assert hung.wait(20)
-    one.leave()
-    with pytest.raises(CapacityError):
-        two.put("bb", 500)
-    go.set()
-    thread.join()
-    assert (sizes(tmp_path), two.space.used()) == ({"aa": 600}, 600)
-    assert not two.space.reclaim()
-    with pytest.raises(OSError, match="Bad file"):
-        one.ledger.totals()
-    two.leave()
-
-
-# -- the bytes of the ledger -----------------------------------------------------------------------
-
-
-def test_a_torn_head_is_not_believed() -> None:
-    """A head with any byte changed is none; the other copy counts then."""
-    head = Head(7, Joined.READY, 3, 9, Totals(1, 2, 3), 5, Entry(State.PLACING, 4, 0, b"12345678"))
-    data = head.pack()
-    assert Head.parse(data) == head
-    for at in range(len(data)):
-        torn = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        assert Head.parse(torn) is None
-    assert Head.parse(data[:-1]) is None
-
-
-def test_a_ledger_that_is_garbage_is_counted_anew(tmp_path: Path) -> None:
-    """Whatever the file holds when nobody is there, the next process counts."""
-    (tmp_path / "ledger").write_bytes(random.Random(1).randbytes(50_000))
-    one = Process(tmp_path)
-    one.put("aa", 10)
-    assert one.space.used() == 10
-    one.leave()
-
-
-def test_another_versions_ledger_in_use(tmp_path: Path) -> None:
-    """A process of another version that has the store open makes opening it a ConfigError."""
-    one = Process(tmp_path)
-    with one.folder.ledger.open("r+b") as file:
-        file.write(b"\xff" * 4096)
-    with pytest.raises(ConfigError, match="another version"):
-        Ledger(one.folder.ledger).join()
-    with pytest.raises(OSError, match="damaged"):
-        one.put("aa", 10)
-    one.leave()
-
-
-def test_a_change_is_both_or_neither(tmp_path: Path) -> None:
-    """A writer that dies between the head and its entry has made the change: the next turn
-    completes it."""
-    one, two = Process(tmp_path), Process(tmp_path)
-    index, entry = one.ledger.place * 320, Entry(State.RESERVED, 5, 0, b"abcdefgh")
-    with Killer(1, done=True), pytest.raises(Died), one.ledger.turn():
-        pass  # the first write of a turn repeats the last entry
-    with Killer(2, done=True), pytest.raises(Died):
-        one.ledger.change(index, entry, used=5, pending=5)
-    assert two.ledger.totals() == Totals(5, 5)
-    one.ledger.close()
-    assert list(two.ledger.abandoned()) == [[(index, entry)]]
-    two.ledger.change(index, FREE, used=-5, pending=-5)
-    assert two.ledger.totals() == Totals()
-    two.leave()
