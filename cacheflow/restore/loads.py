@@ -36,16 +36,11 @@ class LoadDriver:
 
     def __init__(self, restorer: Restorer, channel: str) -> None:
         self._restorer = restorer
-        self._channel = channel
+        self.channel = channel
         self.in_flight = 0
         self._wake = asyncio.Event()
         self._unstarted: set[int] = set()
         """Claimed loads whose task has not taken its first step."""
-
-    @property
-    def channel(self) -> str:
-        """The tier's name."""
-        return self._channel
 
     def kick(self) -> None:
         """Something changed: ask the scheduler again."""
@@ -56,7 +51,7 @@ class LoadDriver:
         restorer = self._restorer
         while True:
             self._wake.clear()
-            load = restorer.scheduler.next_load(self._channel, restorer.clock.now())
+            load = restorer.scheduler.next_load(self.channel, restorer.clock.now())
             if load is None:
                 await self._wake.wait()
                 continue
@@ -90,8 +85,8 @@ class LoadDriver:
         nbytes = load.nbytes
         try:
             async with asyncio.timeout(restorer.load_deadline):
-                needed = staged_bytes(load, job.located[self._channel])
-                with await restorer.pool.lease(needed, self._channel) as lease:
+                needed = staged_bytes(load, job.located[self.channel])
+                with await restorer.pool.lease(needed, self.channel) as lease:
                     pieces = await self._fetch_verified(load, job, lease)
                     nbytes = sum(len(piece.stored) for piece in pieces)
                     layers = restorer.scheduler.commit(load)
@@ -116,8 +111,8 @@ class LoadDriver:
             restorer.changed(load.request_id)
 
     async def _fetch_verified(self, load: Load, job: Job, lease: Lease) -> list[Piece]:
-        pieces = lay_out(load, job.located[self._channel], lease)
-        await fetch(self._restorer.channels[self._channel], pieces)
+        pieces = lay_out(load, job.located[self.channel], lease)
+        await fetch(self._restorer.channels[self.channel], pieces)
         loop = asyncio.get_running_loop()
         auth = self._restorer.stamp.auth
         await loop.run_in_executor(self._restorer.verifiers, verify_pieces, pieces, auth)
@@ -143,12 +138,12 @@ class LoadDriver:
 
     def _distrust(self, load: Load, job: Job, chunks: Sequence[int]) -> None:
         """Tell the tier whose bytes were not what it says it stores."""
-        located = job.located[self._channel]
+        located = job.located[self.channel]
         keys = {info.key for chunk in chunks for info, _ in located.pieces(chunk, load.layers)}
         try:
-            self._restorer.channels[self._channel].distrust(list(keys))
+            self._restorer.channels[self.channel].distrust(list(keys))
         except Exception:  # a third party's backend may raise anything; the load has failed anyway
-            _log.exception("tier %s: was told of %d corrupt objects", self._channel, len(keys))
+            _log.exception("tier %s: was told of %d corrupt objects", self.channel, len(keys))
 
     def _end(
         self,

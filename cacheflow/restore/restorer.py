@@ -21,7 +21,7 @@ from cacheflow.restore.prefixes import Prefixes
 from cacheflow.restore.request import Job, Restoration, RestoreRequest
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.tiers import locate
-from cacheflow.types import LookedUp, RestoreEnded
+from cacheflow.types import LookedUp, RestoreEnded, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -194,10 +194,7 @@ class Restorer:
     def emit(self, event: Event) -> None:
         """Tell the observer; its failures are logged and never reach a request."""
         if self._observer is not None:
-            try:
-                self._observer(event)
-            except Exception:  # an observer must not be able to break serving (promise 9)
-                _log.exception("an observer failed on %s", type(event).__name__)
+            tell(self._observer, event)
 
     # -- what is worth a gauge (see cacheflow.metrics.Live) -------------------------------------
 

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.tiers.health import Ailment, Health, HealthLimits
-from cacheflow.types import TierDown, TierUp
+from cacheflow.types import TierDown, TierUp, tell
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -123,7 +123,4 @@ class Recovery:
 
     def _tell(self, event: Event) -> None:
         if self._observer is not None:
-            try:
-                self._observer(event)
-            except Exception:  # an observer must not be able to break serving (promise 9)
-                _log.exception("an observer failed on %s", type(event).__name__)
+            tell(self._observer, event)

@@ -8,14 +8,13 @@ that the backend did not list. Doubtful bytes count as used.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cacheflow.tiers.changes import Changes
 from cacheflow.tiers.entry import entry_of
-from cacheflow.types import Evicted, StoreDropped, TierUsage
+from cacheflow.types import Evicted, StoreDropped, TierUsage, tell
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Stock", "heard"]
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 _CLOSE_SECONDS: Final = 5.0
 _MOST_MISSED: Final = 16384
@@ -266,10 +264,7 @@ class Stock:
             self._tell(Evicted(self.channel, reason, number, nbytes[reason], now))
 
     def _tell(self, event: Event) -> None:
-        try:
-            self._observer(event)
-        except Exception:  # an observer must not be able to break a tier (promise 9)
-            _log.exception("an observer failed on %s", type(event).__name__)
+        tell(self._observer, event)
 
 
 def heard(task: asyncio.Future[Any]) -> None:

@@ -19,6 +19,7 @@ from cacheflow.types.events import (
     TierDown,
     TierUp,
     TierUsage,
+    tell,
 )
 from cacheflow.types.geometry import (
     DTYPE_BYTES,
@@ -110,4 +111,5 @@ __all__ = [
     "TransferResult",
     "TransferStatus",
     "Write",
+    "tell",
 ]

@@ -5,6 +5,7 @@ Times are seconds on the restorer's monotonic clock. Observers get events on the
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
@@ -31,7 +32,10 @@ __all__ = [
     "TierDown",
     "TierUp",
     "TierUsage",
+    "tell",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 class LoadOutcome(StrEnum):
@@ -254,3 +258,11 @@ Event: TypeAlias = (
 )
 Observer: TypeAlias = "Callable[[Event], None]"
 """Must not raise; what it raises is logged and dropped."""
+
+
+def tell(observer: Observer, event: Event) -> None:
+    """Tell ``observer``; what it raises is logged and reaches nobody (promise 9)."""
+    try:
+        observer(event)
+    except Exception:  # an observer may raise anything, and must not be able to break serving
+        _log.exception("an observer failed on %s", type(event).__name__)
