@@ -1,0 +1,23 @@
+"""Planning and agreement across the ranks of one model: no transport, no tensors."""
+
+from __future__ import annotations
+
+from cacheflow.distributed.stages import (
+    Mode,
+    PipelinePlan,
+    StageCosts,
+    StagePlan,
+    fluid_seconds,
+    plan_stages,
+    worth_storing,
+)
+
+__all__ = [
+    "Mode",
+    "PipelinePlan",
+    "StageCosts",
+    "StagePlan",
+    "fluid_seconds",
+    "plan_stages",
+    "worth_storing",
+]
