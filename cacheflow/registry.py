@@ -11,14 +11,24 @@ from cacheflow.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BACKEND_GROUP", "ENGINE_GROUP", "available", "load_backend", "load_engine"]
+__all__ = [
+    "BACKEND_GROUP",
+    "ENGINE_GROUP",
+    "TRANSPORT_GROUP",
+    "available",
+    "load_backend",
+    "load_engine",
+    "load_transport",
+]
 
 BACKEND_GROUP: Final = "cacheflow.storage_backends"
 ENGINE_GROUP: Final = "cacheflow.engines"
+TRANSPORT_GROUP: Final = "cacheflow.transports"
 
 _INSTALL: Final[Mapping[str, str]] = {
     "nixl": "pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1 numpy",
     "object-store": "pip install 'cacheflow-kv[object-store]'",
+    "pool": "pip install 'cacheflow-kv[pool]'",
     "transformers": "pip install 'cacheflow-kv[transformers]'",
 }
 """How to get what one of our own names needs."""
@@ -45,6 +55,12 @@ def load_backend(name: str) -> type[StorageBackend]:
 def load_engine(name: str) -> object:
     """The engine factory registered as ``name``; see :func:`load_backend` for what it raises."""
     return _load(ENGINE_GROUP, name, "engine")
+
+
+def load_transport(name: str) -> object:
+    """What the transport registered as ``name`` gives (see :mod:`cacheflow.pool`); see
+    :func:`load_backend` for what it raises."""
+    return _load(TRANSPORT_GROUP, name, "transport")
 
 
 def _load(group: str, name: str, what: str) -> object:

@@ -1,0 +1,60 @@
+"""The memory pool: a store process whose arena many hosts share, and the protocol to talk to it.
+
+What is here is loaded when it is first asked for: a client needs the protocol, not the store.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from cacheflow.pool import messages
+    from cacheflow.pool.frames import (
+        FIRST_BODY,
+        MAX_BODY,
+        PROTOCOL,
+        Frame,
+        Kind,
+        read_frame,
+    )
+    from cacheflow.pool.transport import Access, Link, Piece, Target, Transport, TransportKind
+
+__all__ = [
+    "FIRST_BODY",
+    "MAX_BODY",
+    "PROTOCOL",
+    "Access",
+    "Frame",
+    "Kind",
+    "Link",
+    "Piece",
+    "Target",
+    "Transport",
+    "TransportKind",
+    "messages",
+    "read_frame",
+]
+
+_WHERE: Final = {
+    "FIRST_BODY": "frames",
+    "MAX_BODY": "frames",
+    "PROTOCOL": "frames",
+    "Access": "transport",
+    "Frame": "frames",
+    "Kind": "frames",
+    "Link": "transport",
+    "Piece": "transport",
+    "Target": "transport",
+    "Transport": "transport",
+    "TransportKind": "transport",
+    "read_frame": "frames",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "messages":
+        return import_module("cacheflow.pool.messages")
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"cacheflow.pool.{_WHERE[name]}"), name)

@@ -1,0 +1,1 @@
+"""The pool tier: a store process, or several, whose memory many hosts share (docs/pool.md)."""
