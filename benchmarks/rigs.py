@@ -44,6 +44,7 @@ __all__ = [
     "costs_of",
     "fill",
     "layer_times",
+    "model_folder",
     "model_name",
     "model_options",
     "numbers",
@@ -94,15 +95,10 @@ def ratio(text: str) -> float:
 @contextlib.asynccontextmanager
 async def opened(options: argparse.Namespace) -> AsyncIterator[Rig]:
     """The engine that ``options`` ask for in float32, with an empty store; closed at the end."""
-    from cacheflow.plugins.transformers import TransformersEngine, prepare_smollm2
+    from cacheflow.plugins.transformers import TransformersEngine
 
     with tempfile.TemporaryDirectory() as scratch:
-        if options.quick and not options.model:
-            model = await asyncio.to_thread(_random_llama, Path(scratch) / "model")
-        elif options.model:
-            model = Path(options.model)
-        else:
-            model = await asyncio.to_thread(prepare_smollm2)
+        model = await asyncio.to_thread(model_folder, options, Path(scratch))
         engine = await TransformersEngine.open_model(
             model, dtype="float32", threads=options.threads
         )
@@ -111,6 +107,15 @@ async def opened(options: argparse.Namespace) -> AsyncIterator[Rig]:
             yield rig
         finally:
             await rig.aclose()
+
+
+def model_folder(options: argparse.Namespace, scratch: Path) -> Path:
+    """Where the model lies that ``options`` ask for; a random one is made in ``scratch``."""
+    from cacheflow.plugins.transformers import prepare_smollm2
+
+    if options.model:
+        return Path(options.model)
+    return _random_llama(scratch / "model") if options.quick else prepare_smollm2()
 
 
 def _random_llama(folder: Path) -> Path:
