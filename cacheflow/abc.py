@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from cacheflow.types import (
+        Buffer,
         Capabilities,
         ChunkInfo,
         ChunkKey,
@@ -102,9 +103,22 @@ class StorageBackend(ABC):
         """
         return
 
+    def lend(self, memory: Buffer) -> Callable[[], None]:
+        """Most buffers of reads and writes will lie in ``memory``, until the answer is called.
+
+        For backends that have to make memory known to hardware before it can be used: they do it
+        here once and not for every buffer. Others have nothing to do; a decorator passes it on.
+        Buffers that lie elsewhere must work too. Must not block.
+        """
+        return _no_loan
+
     @abstractmethod
     async def aclose(self) -> None:
         """Release everything, in bounded time even with I/O hung. Idempotent."""
+
+
+def _no_loan() -> None:
+    """The end of a loan of which no use was made."""
 
 
 class Recomputer(Protocol):

@@ -25,7 +25,7 @@ from cacheflow.types import TransferStatus
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
-    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, TransferResult, Write
+    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read, TransferResult, Write
 
 __all__ = ["Link", "ThrottledBackend", "ThrottledOptions", "Transfer"]
 
@@ -243,6 +243,9 @@ class ThrottledBackend(StorageBackend):
     async def used_bytes(self) -> int:
         self._check()
         return await self.inner.used_bytes()
+
+    def lend(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.lend(memory)
 
     async def aclose(self) -> None:
         if not self._closed:

@@ -89,6 +89,8 @@ class StagingPool:
         self.view = self._pages.view
         self.address = self._pages.address
         self.kind = self._pages.kind
+        self.arena = Buffer(self.address, self.capacity, self.kind, self.view, InFlight())
+        """What leases are parts of, to be lent to whoever has to register memory."""
         self._lock = threading.Lock()
         """Guards the sums, the free list and the queue of waiters: I/O ends on any thread."""
         self._free = FreeList(self.capacity)

@@ -64,6 +64,8 @@ async def open_parts(
     decoded = any(tier.codec is not Codec.RAW for tier in tiers)
     pool = _staging(settings.staging_bytes, channels, engine, len(backends), decoded=decoded)
     stack.push_async_callback(pool.aclose)
+    for backend in backends.values():
+        stack.callback(backend.lend(pool.arena))
     stack.push_async_callback(staged.aclose)
     scheduler = BatchScheduler(
         costs,

@@ -26,7 +26,7 @@ from cacheflow.testing.fault_schedule import Fault, FaultKind, Schedule
 from cacheflow.types import Read, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from cacheflow.clock import Clock
     from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Write
@@ -213,6 +213,9 @@ class FaultyBackend(StorageBackend):
     async def used_bytes(self) -> int:
         self._check()
         return await self.inner.used_bytes()
+
+    def lend(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.lend(memory)
 
     async def aclose(self) -> None:
         """Whoever waits for what hangs gets ClosedError; the buffers stay held until released."""

@@ -20,10 +20,10 @@ from cacheflow.memory import buffer_from
 from cacheflow.types import Codec, TransferResult, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read
+    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read
 
 __all__ = ["Encoded"]
 
@@ -108,6 +108,9 @@ class Encoded(StorageBackend):
 
     def distrust(self, keys: Sequence[ObjectKey]) -> None:
         self.inner.distrust(keys)
+
+    def lend(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.lend(memory)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return await self.inner.delete(keys)

@@ -27,11 +27,18 @@ from cacheflow.tiers.recovery import Recovery
 from cacheflow.types import Read, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Iterable,
+        Mapping,
+        Sequence,
+    )
 
     from cacheflow.clock import Clock
     from cacheflow.tiers.health import Health, HealthLimits
-    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Observer, Write
+    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Observer, Write
 
 __all__ = ["Guarded"]
 
@@ -185,6 +192,9 @@ class Guarded(StorageBackend):
         for key in keys:
             self._doubt(key, Ailment.CORRUPT)
         self.inner.distrust(keys)
+
+    def lend(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.lend(memory)
 
     def _judge(self, result: TransferResult) -> None:
         """What a failed read says of the tier; an object that cannot be had is a miss from now."""

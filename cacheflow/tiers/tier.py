@@ -28,13 +28,14 @@ from cacheflow.tiers.value import FLAT
 from cacheflow.types import Read, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from cacheflow.clock import Clock
     from cacheflow.tiers.changes import Look
     from cacheflow.tiers.eviction.protocol import EvictionPolicy
     from cacheflow.tiers.value import Value
     from cacheflow.types import (
+        Buffer,
         ChunkInfo,
         ChunkKey,
         ObjectKey,
@@ -192,6 +193,9 @@ class Tier(StorageBackend):
         """What was read of these is wrong: they are deleted, to be stored anew."""
         self.inner.distrust(keys)
         self._keeper.distrust(keys)
+
+    def lend(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.lend(memory)
 
     async def aclose(self) -> None:
         if not self._closed:

@@ -148,6 +148,8 @@ class Depot:
             tiers = await self._open_tiers(stack)
             pool = self._pool()
             stack.push_async_callback(pool.aclose)
+            for tier in tiers.values():
+                stack.callback(tier.lend(pool.arena))
             self._build(tiers, pool)
             await asyncio.to_thread(self._remember)
             stack.push_async_callback(asyncio.to_thread, self._keep)
