@@ -103,14 +103,16 @@ class Loading(Expectations):
         return None
 
     def _lowest_layer(self, channel: str, masks: Mapping[int, int]) -> Reach:
-        """One load of the lowest layers: of one tile as long as no other has lower ones."""
+        """One load of the lowest layers: of one tile as long as no other has lower ones, or as many
+        as the loads are ahead of the suffix, which is in no hurry for them then."""
         lows = {t: (mask & -mask).bit_length() - 1 for t, mask in masks.items()}
         t = min(lows, key=lambda each: (lows[each], each))
         low = lows.pop(t)
         chunks = self.tiles[t].chunks_for(channel, low)
         stride = self._strides[channel] * len(chunks)
-        stop = min(lows.values(), default=_MOST)
-        stop = min(max(stop, low + 1), low + self._unit(channel, stride))
+        ahead = max(low - self.suffix_low[0], 1)
+        stop = max(min(lows.values(), default=_MOST), low + ahead)
+        stop = min(stop, low + self._unit(channel, stride))
         top = low + 1
         while (
             top < stop

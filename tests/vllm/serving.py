@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NEW_TOKENS: Final = 6
+BLOCK_BYTES: Final = 128 * 4 * 2 * 2 * 64 * 4
+"""KV of a block of the tests' model: tokens, layers, K and V, heads, dimensions, float32."""
 POOL_BLOCKS: Final = 90
 """Fewer than eight requests of 2k tokens need, so that some are preempted."""
 
@@ -114,6 +116,22 @@ class Serving:
             share = self._gauge("vllm:kv_cache_usage_perc")
             if share == 0.0 or time.monotonic() > end:
                 return share
+
+    def stored(self, blocks: int, since: float = 0.0) -> bool:
+        """Whether the store takes so many blocks ``since`` (see :meth:`stored_bytes`), waited for:
+        they are stored behind the requests."""
+        end = time.monotonic() + 60.0
+        while self.stored_bytes() - since < blocks * BLOCK_BYTES:
+            if time.monotonic() > end:
+                return False
+            self.generate([[1, 2, 3]], "recompute", max_tokens=1)
+        return True
+
+    def stored_bytes(self) -> float:
+        """What the store has taken since the engine started, headers included."""
+        name = "vllm:cacheflow_transfer_bytes"
+        metrics = [m for m in self.llm.get_metrics() if m.name == name]
+        return sum(float(m.value) for m in metrics if m.labels["direction"] == "store")
 
     def _gauge(self, name: str) -> float:
         (metric,) = (m for m in self.llm.get_metrics() if m.name == name)

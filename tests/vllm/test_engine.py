@@ -19,7 +19,7 @@ Expected = dict[tuple[int, ...], list[int]]
 def _stored(serving: Serving, expected: Expected) -> None:
     """The long prompt is in the store."""
     assert serving.generate([LONG]) == [expected[tuple(LONG)]]
-    assert serving.used_share() == 0.0
+    assert serving.stored(len(LONG) // BLOCK)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "load", "adaptive"])
@@ -73,11 +73,12 @@ def test_tenants_do_not_share(serving: Serving, expected: Expected) -> None:
     prompt = {"prompt_token_ids": EDGES[-1], "cache_salt": "other"}
     from tests.vllm.serving import params
 
-    for cached in (0, (len(EDGES[-1]) - 1) // BLOCK * BLOCK):
+    before, blocks = serving.stored_bytes(), len(EDGES[-1]) // BLOCK
+    for cached in (0, blocks * BLOCK):
         (output,) = serving.llm.generate([prompt], params("load"), use_tqdm=False)
         assert list(output.outputs[0].token_ids) == expected[tuple(EDGES[-1])]
         assert output.num_cached_tokens == cached
-        assert serving.used_share() == 0.0
+        assert serving.stored(blocks + 1, before)  # the answer completes another
 
 
 def test_random_batches(serving: Serving, expected: Expected) -> None:
