@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 
 from cacheflow.types import Claim, TileWork
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ObjectKey,
         Read,
         Segment,
+        Shard,
         Span,
         StagedPart,
         TileGrid,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
         Write,
     )
 
-__all__ = ["ClaimLayer", "Engine", "Recomputer", "StorageBackend"]
+__all__ = ["ClaimLayer", "Engine", "Recomputer", "Sharded", "StorageBackend"]
 
 ClaimLayer: TypeAlias = Callable[[TileWork, int], Claim]
 """Asked by the compute thread right before each layer; answers within microseconds."""
@@ -195,6 +196,18 @@ class Recomputer(Protocol):
     async def close(self, request_id: str) -> None:
         """Forget the request and free its KV. Waits for compute that still writes it."""
         ...
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A recomputer that holds a part of the model's KV: its ``layout`` is that of ``shard``.
+
+    Layers and heads that it is asked for are its own, counted from 0; stored objects are named by
+    those of the whole model. A recomputer without this holds everything.
+    """
+
+    @property
+    def shard(self) -> Shard: ...
 
 
 class Engine(Recomputer, Protocol):

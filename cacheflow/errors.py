@@ -7,7 +7,8 @@
     |- BackendError     a storage operation failed (operation, context, is_temporary)
     |- IntegrityError   stored bytes are not what they claim to be; never served
     |- CapacityError    a cap (memory, disk, queue) would be exceeded
-    `- ClosedError      the object was used after it was closed
+    |- ClosedError      the object was used after it was closed
+    `- PeerError        another rank of the same model is gone, or says what cannot be
 
 A miss is a value, not an exception: lookups and loads report it as data.
 """
@@ -21,6 +22,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "IntegrityError",
+    "PeerError",
 ]
 
 
@@ -62,3 +64,10 @@ class CapacityError(CacheFlowError):
 
 class ClosedError(CacheFlowError):
     """The object was used after ``aclose()``."""
+
+
+class PeerError(CacheFlowError):
+    """Another rank of the same model died, did not answer in time, or is not where we are.
+
+    What was in progress is lost, stores are not; the ranks have to be started again together.
+    """

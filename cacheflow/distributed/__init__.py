@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cacheflow.distributed.shards import cut_heads, cut_layers, cut_layout
 from cacheflow.distributed.stages import (
     Mode,
     PipelinePlan,
@@ -17,6 +18,9 @@ __all__ = [
     "PipelinePlan",
     "StageCosts",
     "StagePlan",
+    "cut_heads",
+    "cut_layers",
+    "cut_layout",
     "fluid_seconds",
     "plan_stages",
     "worth_storing",

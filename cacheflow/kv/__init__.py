@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cacheflow.kv.auth import ChunkAuth
 from cacheflow.kv.checksums import checksum, wsum
-from cacheflow.kv.chunk import Stamp, check_layout, check_stamp, seal, verify
+from cacheflow.kv.chunk import Stamp, check_layout, check_stamp, seal, verify, verify_heads
 from cacheflow.kv.coding import decode_layers
 from cacheflow.kv.header import (
     CHUNK_FORMAT,
@@ -58,5 +58,6 @@ __all__ = [
     "seal",
     "tenant_id",
     "verify",
+    "verify_heads",
     "wsum",
 ]

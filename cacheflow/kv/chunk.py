@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from cacheflow.kv.auth import ChunkAuth
 
-__all__ = ["Stamp", "check_layout", "check_stamp", "seal", "verify"]
+__all__ = ["Stamp", "check_layout", "check_stamp", "seal", "verify", "verify_heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,26 @@ def verify(info: ChunkInfo, layers: Span, data: memoryview, auth: ChunkAuth | No
     if info.codec is Codec.RAW:
         where += f", {'K' if run < heads else 'V'}, head {info.key.heads.start + run % heads}"
     raise IntegrityError(f"checksum of {where} does not match")
+
+
+def verify_heads(info: ChunkInfo, layer: int, heads: Span, data: memoryview) -> None:
+    """Check K and V of some heads of one layer of a raw object, read by ``info.head_ranges`` to
+    their places in ``data``.
+
+    Raises:
+        IntegrityError: naming the layer, K or V, and head that does not match.
+    """
+    run, theirs = info.layout.head_bytes, len(info.key.heads)
+    table = (layer - info.key.layers.start) * 2 * theirs
+    for half, (_, nbytes, place) in enumerate(info.head_ranges(layer, heads)):
+        for number, head in enumerate(heads):
+            first = place + number * run
+            stop = place + nbytes if head == heads.stop - 1 else first + run
+            at = table + half * theirs + head - info.key.heads.start
+            (expected,) = struct.unpack_from("<Q", info.checksums, 8 * at)
+            if checksum(info.checksum_kind, data[first:stop]) != expected:
+                name = "V" if half else "K"
+                raise IntegrityError(f"checksum of layer {layer}, {name}, head {head} is wrong")
 
 
 def _encode(

@@ -121,10 +121,9 @@ class LoadDriver:
     async def _publish(self, load: Load, job: Job, pieces: list[Piece], layers: int) -> None:
         restorer = self._restorer
         start = restorer.clock.now()
-        stride = restorer.recomputer.layout.layer_stride()
         job.histories[load.tile].copies.update(piece.info for piece in pieces)
         try:
-            parts = published_parts(pieces, layers, stride)
+            parts = published_parts(pieces, layers)
             publish = restorer.recomputer.publish(load.request_id, parts)
             # Not in the group: its error is the request's, and would end all others there.
             await to_the_end(asyncio.ensure_future(publish))
@@ -139,7 +138,7 @@ class LoadDriver:
     def _distrust(self, load: Load, job: Job, chunks: Sequence[int]) -> None:
         """Tell the tier whose bytes were not what it says it stores."""
         located = job.located[self.channel]
-        keys = {info.key for chunk in chunks for info, _ in located.pieces(chunk, load.layers)}
+        keys = {take.info.key for chunk in chunks for take in located.takes(chunk, load.layers)}
         try:
             self._restorer.channels[self.channel].distrust(list(keys))
         except Exception:  # a third party's backend may raise anything; the load has failed anyway

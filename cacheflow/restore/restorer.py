@@ -19,6 +19,7 @@ from cacheflow.restore.compute import ComputeDriver
 from cacheflow.restore.loads import LoadDriver
 from cacheflow.restore.prefixes import Prefixes
 from cacheflow.restore.request import Job, Restoration, RestoreRequest
+from cacheflow.restore.sealing import shard_of
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.tiers import locate
 from cacheflow.types import LookedUp, RestoreEnded, tell
@@ -67,6 +68,7 @@ class Restorer:
         allow_lossy: bool = False,
     ) -> None:
         self.recomputer = recomputer
+        self.shard = shard_of(recomputer)
         self.scheduler = scheduler
         self.channels = dict(channels)
         self.pool = pool
@@ -276,8 +278,7 @@ class Restorer:
         return None, ()
 
     def _extend(self, job: Job, located: Located) -> None:
-        coverage = located.coverage(self.recomputer.layout)
-        self.scheduler.extend_coverage(job.spec.id, coverage)
+        self.scheduler.extend_coverage(job.spec.id, located.coverage())
 
     async def _ask(self, job: Job, name: str) -> None:
         """Coverage of one tier, as soon as it answers; a tier that fails has nothing."""
@@ -285,13 +286,12 @@ class Restorer:
         start, found, reason = self.clock.now(), 0, ""
         try:
             async with asyncio.timeout(self.load_deadline):
-                layout = self.recomputer.layout
                 keys = job.request.keys[:chunks]
                 located = await locate(
                     name,
                     self.channels[name],
                     keys,
-                    layout,
+                    self.shard,
                     self.stamp,
                     allow_lossy=self._allow_lossy,
                 )

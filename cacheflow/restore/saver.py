@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from cacheflow.errors import ClosedError
 from cacheflow.kv import Stamp, canonical_tokens, exact_tokens
-from cacheflow.restore.sealing import STAGING_OWNER, Sealer
+from cacheflow.restore.sealing import STAGING_OWNER, Sealer, shard_of
 from cacheflow.restore.tasks import Pulse, to_the_end
 from cacheflow.restore.turns import Turns
 from cacheflow.restore.writer import Dropped, Shared, TierWriter
@@ -70,8 +70,9 @@ class Saver:
         self._staged = staged
         self._pulse = Pulse()
         self._turns = Turns()
+        self._shard = shard_of(engine)
         shared = Shared(
-            engine.layout, stamp, staged, self._turns, self._pulse, clock, observer, deadline
+            self._shard, stamp, staged, self._turns, self._pulse, clock, observer, deadline
         )
         share = (pool.capacity // 2 if max_bytes is None else max_bytes) // max(len(channels), 1)
         self._writers = {
@@ -149,6 +150,8 @@ class Saver:
         )
 
     def _skipped(self, keys: Sequence[ChunkKey]) -> int:
+        if not self._shard.stores:  # another rank holds the same part, and does
+            return len(keys)
         return min(self._policy.skipped(len(keys)), len(keys))
 
     def _begin(

@@ -11,19 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.abc import Sharded
 from cacheflow.kv import clip_segments, seal
 from cacheflow.memory import buffer_from
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.tiers.staged import Copy
-from cacheflow.types import ObjectKey, Span, StagedPart, Write
+from cacheflow.types import ObjectKey, Shard, Span, StagedPart, Write
 
 if TYPE_CHECKING:
-    from cacheflow.abc import Engine
+    from cacheflow.abc import Engine, Recomputer
     from cacheflow.kv import Stamp
     from cacheflow.memory import Lease, StagingPool
     from cacheflow.restore.writes import Save
 
-__all__ = ["STAGING_OWNER", "Sealer"]
+__all__ = ["STAGING_OWNER", "Sealer", "shard_of"]
 
 STAGING_OWNER: Final = "being stored"
 """Name under which the staging pool counts what is being stored."""
@@ -33,11 +34,17 @@ _LEASE_SECONDS: Final = 0.05
 """Wait for staging memory in one go: then look again who needs it most."""
 
 
+def shard_of(engine: Recomputer) -> Shard:
+    """The part of the model's KV that ``engine`` holds."""
+    return engine.shard if isinstance(engine, Sharded) else Shard.of(engine.layout)
+
+
 class Sealer:
     """Makes copies out of ``engine`` in leases of ``pool``. ``stamp`` is written into each."""
 
     def __init__(self, engine: Engine, pool: StagingPool, stamp: Stamp) -> None:
         self._engine = engine
+        self._shard = shard_of(engine)
         self._pool = pool
         self._stamp = stamp
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
@@ -81,11 +88,10 @@ class Sealer:
         return [StagedPart(index, s, view[s.start * stride : s.stop * stride]) for s in spans]
 
     def _seal(self, save: Save, index: int, lease: Lease) -> Write:
-        layout = self._engine.layout
+        layout = self._shard.whole
         tokens = Span(index * layout.chunk_tokens, (index + 1) * layout.chunk_tokens)
-        whole = (Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
         info, header = seal(
-            ObjectKey(save.keys[index], *whole),
+            ObjectKey(save.keys[index], self._shard.layers, self._shard.heads),
             layout,
             lease.view,
             grid_id=self._engine.grid_id,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cacheflow.restore.writes import Save
     from cacheflow.tiers.ranks import Rank
     from cacheflow.tiers.staged import Copy, StagedCopies
-    from cacheflow.types import ChunkKey, KVLayout, Observer
+    from cacheflow.types import ChunkKey, Observer, Shard
 
 __all__ = ["Dropped", "Shared", "TierWriter"]
 
@@ -60,7 +60,8 @@ class Dropped(StrEnum):
 class Shared:
     """What the writers of all tiers have in common."""
 
-    layout: KVLayout
+    shard: Shard
+    """What of the model's KV is stored here."""
     stamp: Stamp
     """Who stores: copies of others are none."""
     staged: StagedCopies
@@ -128,13 +129,13 @@ class TierWriter:
         """Chunks of which nothing as good as ours is stored."""
         async with asyncio.timeout(self._shared.deadline):
             found = await self._backend.lookup(keys)
-        layout, stamp = self._shared.layout, self._shared.stamp
+        shard, stamp = self._shared.shard, self._shared.stamp
 
         def better() -> list[int]:
             return [
                 index
                 for index, infos in zip(indices, found, strict=True)
-                if rank_stored(infos, layout, stamp) < self._rank(save.rank(index))
+                if rank_stored(infos, shard, stamp) < self._rank(save.rank(index))
             ]
 
         # Authentication hashes every header.
@@ -256,4 +257,4 @@ class TierWriter:
 
     @property
     def _nbytes(self) -> int:
-        return self._shared.layout.payload_bytes()
+        return self._shared.shard.layout.payload_bytes()

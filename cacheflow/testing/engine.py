@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheflow.errors import ClosedError
-from cacheflow.types import Claim, ComputeDone, KVLayout, TileGrid
+from cacheflow.types import Claim, ComputeDone, KVLayout, Shard, Span, TileGrid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +29,8 @@ class _Page:
     """What the requests that share a tile have in common."""
 
     cells: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    begun: dict[tuple[int, int], tuple[bytearray, set[int]]] = field(default_factory=dict)
+    """Cells of which some heads were published, and which heads."""
     computed: set[tuple[int, int]] = field(default_factory=set)
     hidden: dict[int, int] = field(default_factory=dict)
 
@@ -37,6 +39,7 @@ class FakeEngine:
     """``layer_seconds(tile)``: how long the compute thread takes for a layer (default: nothing).
 
     ``before_layer`` is called on the compute thread before each layer: tests block there.
+    ``shard``: the part of ``layout`` that it holds (default: all).
     """
 
     def __init__(
@@ -45,8 +48,10 @@ class FakeEngine:
         grid: TileGrid | None = None,
         *,
         layer_seconds: Callable[[Tile], float] = lambda tile: 0.0,
+        shard: Shard | None = None,
     ) -> None:
-        self.layout = layout or KVLayout(4, 2, 8, "float32", chunk_tokens=16)
+        self.shard = shard or Shard.of(layout or KVLayout(4, 2, 8, "float32", chunk_tokens=16))
+        self.layout = self.shard.layout
         self.grid = grid or TileGrid((32, 32, 64), 128)
         self.grid_id = f"grid={self.grid.name};fake"
         self.before_layer: Callable[[TileWork, int], None] = lambda work, layer: None
@@ -127,12 +132,18 @@ class FakeEngine:
 
     def expected(self, tokens: Sequence[int], chunk: int, layer: int) -> bytes:
         """The bytes a layer block of ``chunk`` must have after ``tokens``."""
-        size = self.layout.chunk_tokens
+        size, whole = self.layout.chunk_tokens, self.shard.whole
         prefix = b"".join(t.to_bytes(8, "little") for t in tokens[: (chunk + 1) * size])
-        seed = hashlib.sha256(prefix + layer.to_bytes(4, "little")).digest()
-        used = self.layout.layer_bytes()
-        body = hashlib.shake_128(seed).digest(used)
-        return body.ljust(self.layout.layer_stride(), b"\0")
+        absolute = self.shard.layers.start + layer
+        seed = hashlib.sha256(prefix + absolute.to_bytes(4, "little")).digest()
+        body = hashlib.shake_128(seed).digest(whole.layer_bytes())
+        block = b"".join(
+            body[half + self.shard.heads.start * whole.head_bytes :][
+                : self.layout.layer_bytes() // 2
+            ]
+            for half in (0, whole.layer_bytes() // 2)
+        )
+        return block.ljust(self.layout.layer_stride(), b"\0")
 
     def wrong_cells(self, request_id: str, tokens: int) -> list[tuple[int, int]]:
         """Cells ``(chunk, layer)`` of the first ``tokens`` that are missing or wrong."""
@@ -200,12 +211,25 @@ class FakeEngine:
             self.recomputed += 1
 
     def _write_back(self, request_id: str, parts: Sequence[StagedPart]) -> None:
-        stride = self.layout.layer_stride()
         for part in parts:
+            heads = part.heads or Span(0, self.layout.num_kv_heads)
+            stride = self.layout.layer_stride(len(heads))
             page = self._page(request_id, part.chunk * self.layout.chunk_tokens)
             for i, layer in enumerate(part.layers):
                 computed = (part.chunk, layer) in page.computed
                 assert not computed, f"published over a computed cell {part.chunk, layer}"
                 block = bytes(part.view[i * stride : (i + 1) * stride])
-                page.cells[part.chunk, layer] = block
-                self.published += 1
+                self._write_heads(page, (part.chunk, layer), heads, block)
+
+    def _write_heads(self, page: _Page, cell: tuple[int, int], heads: Span, block: bytes) -> None:
+        """A cell is there once all its heads are."""
+        run, half = self.layout.head_bytes, self.layout.layer_bytes() // 2
+        made, there = page.begun.setdefault(cell, (bytearray(self.layout.layer_stride()), set()))
+        for number in range(2):
+            at, used = number * half + heads.start * run, len(heads) * run
+            made[at : at + used] = block[number * used : (number + 1) * used]
+        there.update(heads)
+        if len(there) == self.layout.num_kv_heads:
+            page.cells[cell] = bytes(made)
+            del page.begun[cell]
+            self.published += 1

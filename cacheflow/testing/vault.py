@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cacheflow.kv import canonical_tokens, chunk_keys, clip_segments, key_root, seal
 from cacheflow.memory import buffer_from
-from cacheflow.types import ObjectKey, Span, StagedPart, Write
+from cacheflow.types import PAGE, ObjectKey, Shard, Span, StagedPart, Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,13 +51,19 @@ class Vault:
         canonical = canonical_tokens(segments, engine.grid)
         return cls(engine.layout, keys, payloads, segments, canonical, engine.grid_id)
 
-    async def put(self, backend: StorageBackend, chunk: int, layers: Span | None = None) -> None:
-        """Store ``layers`` (default: all) of one chunk as an object of its own."""
-        layers = layers or Span(0, self.layout.num_layers)
-        stride, size = self.layout.layer_stride(), self.layout.chunk_tokens
-        payload = bytearray(self.payloads[chunk][layers.start * stride : layers.stop * stride])
+    async def put(
+        self,
+        backend: StorageBackend,
+        chunk: int,
+        layers: Span | None = None,
+        heads: Span | None = None,
+    ) -> None:
+        """Store ``layers`` and ``heads`` (default: all) of one chunk as an object of its own."""
+        whole, size = Shard.of(self.layout), self.layout.chunk_tokens
+        shard = Shard(self.layout, layers or whole.layers, heads or whole.heads)
+        payload = self._payload(chunk, shard)
         info, header = seal(
-            ObjectKey(self.keys[chunk], layers, Span(0, self.layout.num_kv_heads)),
+            ObjectKey(self.keys[chunk], shard.layers, shard.heads),
             self.layout,
             memoryview(payload),
             grid_id=self._grid_id,
@@ -65,6 +71,18 @@ class Vault:
             canonical=(chunk + 1) * size <= self.canonical,
         )
         await backend.store([Write(info, (buffer_from(header), buffer_from(payload)))])
+
+    def _payload(self, chunk: int, shard: Shard) -> bytearray:
+        """What an object with that part of the chunk holds."""
+        run, heads = self.layout.head_bytes, self.layout.num_kv_heads
+        payload = bytearray()
+        for layer in shard.layers:
+            for half in range(2):
+                first = layer * self.layout.layer_stride() + half * heads * run
+                first += shard.heads.start * run
+                payload += self.payloads[chunk][first : first + len(shard.heads) * run]
+            payload += bytes(-len(payload) % PAGE)
+        return payload
 
     def differing_bytes(self, other: Vault, chunks: int) -> int:
         """How many payload bytes of the first ``chunks`` chunks differ."""

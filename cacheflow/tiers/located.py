@@ -1,7 +1,8 @@
 """What one tier has of a request's chunks, as objects to read and as bitmaps for the scheduler.
 
 Trusts a backend's headers only as far as they fit the engine's layout and what the reader asks for:
-model, tenant, authentication, no loss. Reads no payload.
+model, tenant, authentication, no loss. A rank that holds a part of the model's KV takes what it
+needs out of whatever objects have it. Reads no payload.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import BackendError, IntegrityError
 from cacheflow.kv import Stamp, check_layout, check_stamp
-from cacheflow.types import Coverage, ObjectKind, Span
+from cacheflow.tiers.cover import bitmap, cover
+from cacheflow.types import Coverage, ObjectKind, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.abc import StorageBackend
-    from cacheflow.types import ChunkInfo, ChunkKey, KVLayout
+    from cacheflow.tiers.cover import Take
+    from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, Span
 
 __all__ = ["Located", "locate"]
 
@@ -32,10 +35,13 @@ of it as well."""
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Objects of one channel per chunk of a request (empty: a miss)."""
+    """Objects of one channel per chunk of a request (empty: a miss), for a rank with ``shard``."""
 
     channel: str
     chunks: tuple[tuple[ChunkInfo, ...], ...]
+    shard: Shard
+    whole_blocks: bool = False
+    """Blocks are authenticated, so a layer has to be read with all of its object's heads."""
 
     @property
     def found(self) -> int:
@@ -47,55 +53,55 @@ class Located:
         """Chunks up to and including the last one of which anything is there."""
         return max((i + 1 for i, infos in enumerate(self.chunks) if infos), default=0)
 
-    def coverage(self, layout: KVLayout) -> Coverage:
-        """Bitmaps of layers per chunk, and what a layer of one takes on the way, on average."""
+    def coverage(self) -> Coverage:
+        """Bitmaps of the rank's layers per chunk, and what a layer of one takes on the way, on
+        average."""
+        shard = self.shard
         return Coverage(
             channel=self.channel,
-            layers=tuple(_bitmap(infos) for infos in self.chunks),
-            stride=self._stride(layout.layer_stride()),
+            layers=tuple(bitmap(infos, shard.layers, shard.heads) for infos in self.chunks),
+            stride=self._stride(shard.layout.layer_stride()),
         )
 
     def _stride(self, raw: int) -> int:
         infos = [info for infos in self.chunks for info in infos]
+        if any(info.key.heads != self.shard.heads for info in infos):
+            return raw  # of other layouts: roughly
         layers = sum(len(info.key.layers) for info in infos)
         stored = sum(info.nbytes - info.payload_offset for info in infos)
         return max(-(-stored // layers), raw // _MOST_SHRUNK) if layers else raw
 
-    def pieces(self, chunk: int, layers: Span) -> list[tuple[ChunkInfo, Span]]:
-        """The objects that together hold ``layers`` of ``chunk``, with the layers to take of each.
+    def takes(self, chunk: int, layers: Span) -> list[Take]:
+        """What to take of which objects, so that together it is the rank's ``layers`` of ``chunk``.
 
         Raises:
             LookupError: some layer is in no object (the caller asked beyond the coverage).
         """
-        pieces: list[tuple[ChunkInfo, Span]] = []
-        layer = layers.start
-        while layer < layers.stop:
-            info = next((i for i in self.chunks[chunk] if layer in i.key.layers), None)
-            if info is None:
-                raise LookupError(f"{self.channel}: layer {layer} of chunk {chunk} is not stored")
-            stop = min(layers.stop, info.key.layers.stop)
-            pieces.append((info, Span(layer, stop)))
-            layer = stop
-        return pieces
+        try:
+            return cover(self.chunks[chunk], self.shard.absolute(layers), self.shard.heads)
+        except LookupError as error:
+            raise LookupError(f"{self.channel}: chunk {chunk}: {error}") from None
 
 
 async def locate(
     channel: str,
     backend: StorageBackend,
     keys: Sequence[ChunkKey],
-    layout: KVLayout,
+    holding: KVLayout | Shard,
     stamp: Stamp = _ANYBODY,
     *,
     allow_lossy: bool = False,
 ) -> Located:
     """Ask ``backend`` for all chunks at once and keep the objects this engine can use.
 
-    ``stamp``: whose they have to be. Without ``allow_lossy`` what a lossy codec has touched is not
+    ``holding``: the engine's layout, or the part of the model's that it has. ``stamp``: whose they
+    have to be. Without ``allow_lossy`` what a lossy codec has touched is not
     taken.
 
     Raises:
         BackendError: the lookup failed as a whole, or answered something else than was asked.
     """
+    shard = holding if isinstance(holding, Shard) else Shard.of(holding)
     found = await backend.lookup(keys)
     if len(found) != len(keys):
         reason = f"{len(found)} answers to {len(keys)} keys"
@@ -103,35 +109,36 @@ async def locate(
 
     def all_usable() -> tuple[tuple[ChunkInfo, ...], ...]:
         pairs = zip(keys, found, strict=True)
-        return tuple(tuple(_usable(*pair, layout, stamp, allow_lossy)) for pair in pairs)
+        return tuple(tuple(_usable(*pair, shard, stamp, allow_lossy)) for pair in pairs)
 
     if stamp.auth is None:
-        return Located(channel, all_usable())
-    return Located(channel, await asyncio.to_thread(all_usable))  # hashes every header
+        return Located(channel, all_usable(), shard)
+    usable = await asyncio.to_thread(all_usable)  # hashes every header
+    return Located(channel, usable, shard, whole_blocks=True)
 
 
 def _usable(
-    key: ChunkKey, infos: Sequence[ChunkInfo], layout: KVLayout, stamp: Stamp, allow_lossy: bool
+    key: ChunkKey, infos: Sequence[ChunkInfo], shard: Shard, stamp: Stamp, allow_lossy: bool
 ) -> list[ChunkInfo]:
     usable = []
     for info in infos:
         try:
             if info.key.chunk != key:
                 raise IntegrityError(f"it is not of {key!r}")
-            check_layout(info, layout)
+            check_layout(info, shard.whole)
             check_stamp(info, stamp)
         except IntegrityError as error:
             _log.warning("object %r is ignored: %s", info.key, error)
             continue
         if info.lossy and not allow_lossy:
             continue
-        if info.key.kind is ObjectKind.KV and info.key.heads == Span(0, layout.num_kv_heads):
+        if not _overlap(info.key.layers, shard.layers):
+            continue
+        if info.key.kind is ObjectKind.KV and _overlap(info.key.heads, shard.heads):
             usable.append(info)
-    return usable
+    # What is cut as the rank needs it first: it is read in one piece.
+    return sorted(usable, key=lambda info: info.key.heads != shard.heads)
 
 
-def _bitmap(infos: Sequence[ChunkInfo]) -> int:
-    mask = 0
-    for info in infos:
-        mask |= (1 << info.key.layers.stop) - (1 << info.key.layers.start)
-    return mask
+def _overlap(one: Span, other: Span) -> bool:
+    return one.start < other.stop and other.start < one.stop

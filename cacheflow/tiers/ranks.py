@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from cacheflow.errors import IntegrityError
 from cacheflow.kv import check_layout, check_stamp
-from cacheflow.types import Span
+from cacheflow.tiers.cover import bitmap
+from cacheflow.types import ObjectKind, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,18 +42,26 @@ def rank_here(rank: Rank, codec: Codec) -> Rank:
     return min(rank, Rank.LOSSY) if codec.is_lossy else rank
 
 
-def rank_stored(infos: Iterable[ChunkInfo], layout: KVLayout, stamp: Stamp) -> Rank:
-    """The best whole copy among ``infos`` that a reader with ``stamp`` would take. Hashes every
-    header if they have to be authenticated: for threads then."""
-    return max((_rank(info, layout, stamp) for info in infos), default=Rank.NONE)
+def rank_stored(infos: Iterable[ChunkInfo], holding: KVLayout | Shard, stamp: Stamp) -> Rank:
+    """The best copy among ``infos`` of all that the rank holds, in one object or several, that a
+    reader with ``stamp`` would take. Hashes every header if they have to be authenticated: for
+    threads then."""
+    shard = holding if isinstance(holding, Shard) else Shard.of(holding)
+    everything = (1 << len(shard.layers)) - 1
+    ranked = [(_rank(info, shard, stamp), info) for info in infos]
+    for rank in sorted({rank for rank, _ in ranked if rank}, reverse=True):
+        good = [info for theirs, info in ranked if theirs >= rank]
+        if bitmap(good, shard.layers, shard.heads) == everything:
+            return rank
+    return Rank.NONE
 
 
-def _rank(info: ChunkInfo, layout: KVLayout, stamp: Stamp) -> Rank:
+def _rank(info: ChunkInfo, shard: Shard, stamp: Stamp) -> Rank:
     try:
-        check_layout(info, layout)
+        check_layout(info, shard.whole)
         check_stamp(info, stamp)
     except IntegrityError:
         return Rank.NONE
-    if info.key.layers != Span(0, layout.num_layers):
+    if info.key.kind is not ObjectKind.KV:
         return Rank.NONE
     return rank_of(canonical=info.canonical, lossy=info.lossy)

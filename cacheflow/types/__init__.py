@@ -40,6 +40,7 @@ from cacheflow.types.objects import (
     ObjectKey,
     ObjectKind,
 )
+from cacheflow.types.shards import Shard
 from cacheflow.types.transfer import (
     Buffer,
     Capabilities,
@@ -97,6 +98,7 @@ __all__ = [
     "RequestSpec",
     "RestoreEnded",
     "Segment",
+    "Shard",
     "Source",
     "Span",
     "StagedPart",

@@ -142,6 +142,22 @@ class ChunkInfo:
         first, stop = (edge - self.key.layers.start for edge in (layers.start, layers.stop))
         return self.payload_offset + self._stored(0, first), self._stored(first, stop)
 
+    def head_ranges(self, layer: int, heads: Span) -> list[tuple[int, int, int]]:
+        """Where K and V of some absolute ``heads`` of one layer lie in a raw object: ``(offset,
+        length, place)`` of each, in bytes; ``place`` is where it goes in a block of these heads.
+
+        With the last head comes the padding that its checksum covers.
+        """
+        if self.codec is not Codec.RAW or not self.key.heads.covers(heads):
+            raise ValueError(f"heads {heads} of {self.key!r} cannot be read alone")
+        run, theirs = self.layout.head_bytes, len(self.key.heads)
+        first = self.layer_offset(layer) + (heads.start - self.key.heads.start) * run
+        padding = 0
+        if heads.stop == self.key.heads.stop:
+            padding = self.layout.layer_stride(theirs) - self.layout.layer_bytes(theirs)
+        used = len(heads) * run
+        return [(first, used, 0), (first + theirs * run, used + padding, used)]
+
     def block_sizes(self, layers: Span) -> list[int]:
         """Bytes from each layer's block to the next, padding included."""
         if self.codec is Codec.RAW:

@@ -125,9 +125,12 @@ class Load:
 class StagedPart:
     """Verified bytes of ``layers`` of chunk ``chunk``, in payload order, in host memory.
 
-    ``view`` covers ``len(layers) * layer_stride`` bytes; all KV heads of the layout.
+    ``view`` covers ``len(layers) * layer_stride(heads)`` bytes. Layers and heads are those of the
+    engine's own layout.
     """
 
     chunk: int
     layers: Span
     view: memoryview
+    heads: Span | None = None
+    """KV heads; None: all of the layout."""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cacheflow.types import Span
+
 if TYPE_CHECKING:
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import KVLayout, StagedPart
@@ -20,7 +22,8 @@ def copy_in(layout: KVLayout, request: OpenRequest, part: StagedPart) -> None:
 
 def copy_out(layout: KVLayout, request: OpenRequest, part: StagedPart) -> None:
     """Page -> staging, on the current stream; padding is zeroed."""
-    stride, used = layout.layer_stride(), layout.layer_bytes()
+    heads = _heads(layout, part)
+    stride, used = layout.layer_stride(len(heads)), layout.layer_bytes(len(heads))
     if stride != used:
         blocks = torch.frombuffer(part.view, dtype=torch.uint8).view(len(part.layers), stride)
         blocks[:, used:].zero_()
@@ -28,14 +31,15 @@ def copy_out(layout: KVLayout, request: OpenRequest, part: StagedPart) -> None:
 
 
 def _payload(layout: KVLayout, part: StagedPart) -> torch.Tensor:
-    """The bytes as ``[layers, 2, Hkv, C, D]``, skipping the padding behind each layer."""
+    """The bytes as ``[layers, 2, heads, C, D]``, skipping the padding behind each layer."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    shape = (len(part.layers), 2, layout.num_kv_heads, layout.chunk_tokens, layout.head_dim)
+    heads = len(_heads(layout, part))
+    shape = (len(part.layers), 2, heads, layout.chunk_tokens, layout.head_dim)
     row = layout.head_dim
     head = layout.chunk_tokens * row
     strides = (
-        layout.layer_stride() // layout.itemsize,
-        layout.num_kv_heads * head,
+        layout.layer_stride(heads) // layout.itemsize,
+        heads * head,
         head,
         row,
         1,
@@ -44,9 +48,15 @@ def _payload(layout: KVLayout, part: StagedPart) -> torch.Tensor:
 
 
 def _cells(layout: KVLayout, request: OpenRequest, part: StagedPart) -> torch.Tensor:
-    """The chunk's place in its page, ``[layers, 2, Hkv, C, D]``."""
+    """The chunk's place in its page, ``[layers, 2, heads, C, D]``."""
     start = part.chunk * layout.chunk_tokens
     page = request.page_at(start)
     first = start - page.start
+    heads = _heads(layout, part)
     layers = slice(part.layers.start, part.layers.stop)
-    return page.data[layers, :, :, first : first + layout.chunk_tokens]
+    some = slice(heads.start, heads.stop)
+    return page.data[layers, :, some, first : first + layout.chunk_tokens]
+
+
+def _heads(layout: KVLayout, part: StagedPart) -> Span:
+    return Span(0, layout.num_kv_heads) if part.heads is None else part.heads

@@ -71,9 +71,7 @@ async def test_what_is_stored_raw_comes_back(codec: Codec) -> None:
         assert (info.canonical, info.lossy) == (not codec.is_lossy, codec.is_lossy)
         check_stamp(info, Stamp(auth=AUTH))
         assert (out == payload) == (codec is Codec.ZSTD)
-        found = (await locate("t", tier, [info.key.chunk], LAYOUT, allow_lossy=True)).coverage(
-            LAYOUT
-        )
+        found = (await locate("t", tier, [info.key.chunk], LAYOUT, allow_lossy=True)).coverage()
         stored = info.nbytes - info.payload_offset
         assert found.stride == max(-(-stored // 3), LAYOUT.layer_stride() // 6)
     await tier.aclose()
