@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benches start many processes: each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-full test-vllm setup-vllm bench-vllm lint format typecheck layers tree bench dashboards setup wheel clean distclean
+.PHONY: help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm lint format typecheck layers tree bench dashboards setup wheel clean distclean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -70,6 +70,8 @@ bench-%: benchmarks/bench_%.py $(VENV)/.dev
 dashboards: $(VENV)/.dev ## Write dashboards/grafana/*.json from dashboards/source
 	$(RUN) dashboards/source/generate.py
 
+setup-nixl: $(VENV)/.nixl ## Add NIXL (without CUDA, 340 MB) to the virtual environment
+
 setup-vllm: $(VENV_VLLM)/.vllm ## Make the environment with vLLM (CPU, 3 GB) in .venv-vllm
 
 test-vllm: $(VENV_VLLM)/.vllm ## Tests of the vLLM plugin inside vLLM
@@ -95,6 +97,10 @@ $(VENV)/.demo: requirements/demo.txt pyproject.toml
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.demo
 	$(RUN) -m pip install -q --no-compile -r $<
+	@touch $@
+
+$(VENV)/.nixl: requirements/nixl.txt $(VENV)/.dev
+	$(RUN) -m pip install -q --no-compile --no-deps -r $<
 	@touch $@
 
 # Everything is pinned and nothing resolved: vLLM's own requirements ask for more than it needs here.
