@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         ChunkKey,
         ComputeBatch,
         ComputeDone,
+        Extent,
         KVLayout,
+        Loan,
         ObjectKey,
         Read,
         Segment,
@@ -76,6 +78,21 @@ class StorageBackend(ABC):
         Closing the iterator early abandons the rest: queued reads are dropped, running ones end on
         their own and release their holds then.
         """
+
+    def borrow(self, extents: Sequence[Extent]) -> Loan | None:
+        """Lend stored bytes where they lie, one part for each extent; None: nothing is ever lent.
+
+        For stores in this process's memory, whose bytes need not be copied to be read. A lent view
+        is read-only and stays as it is until the loan is given back, whatever is stored, evicted,
+        deleted or closed meanwhile. What cannot be lent is a part with another status than OK.
+        Must not block: what has to be waited for is not lent but loaded. Nothing of it is verified.
+
+        Not passed on by decorators that do not know of it: what delays or alters loads never lends.
+
+        Raises:
+            ValueError: an extent that no object has.
+        """
+        return None
 
     @abstractmethod
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
@@ -177,8 +194,8 @@ class Recomputer(Protocol):
         ...
 
     async def publish(self, request_id: str, parts: Sequence[StagedPart]) -> None:
-        """Copy verified bytes into the KV cache. On return the staging memory may be reused and
-        any compute enqueued later sees the cells."""
+        """Copy verified bytes into the KV cache. On return the memory that they were in may be
+        reused and any compute enqueued later sees the cells."""
         ...
 
     async def capture(self, request_id: str, parts: Sequence[StagedPart]) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheflow.types import Buffer, Read, Write
+    from cacheflow.types import Buffer, Extent, Read, Write
 
-__all__ = ["check_reads", "check_writes"]
+__all__ = ["check_extents", "check_reads", "check_writes"]
 
 
 def check_reads(reads: Sequence[Read]) -> None:
@@ -18,6 +18,15 @@ def check_reads(reads: Sequence[Read]) -> None:
         if read.offset < 0:
             raise ValueError(f"a read begins at byte {read.offset} of {read.key!r}")
         _check_host_memory(read.buffer)
+
+
+def check_extents(extents: Sequence[Extent]) -> None:
+    """Raises ValueError for a range that no object has."""
+    for extent in extents:
+        if extent.offset < 0 or extent.nbytes < 0:
+            raise ValueError(
+                f"{extent.nbytes} bytes from byte {extent.offset} of {extent.key!r} are no range"
+            )
 
 
 def check_writes(writes: Sequence[Write]) -> None:

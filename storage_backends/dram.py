@@ -1,6 +1,7 @@
 """The dram tier: whole objects in host memory, pinned when CUDA is in use. Bounded; never evicts.
 
-Copies run on a few threads with the GIL released. Knows nothing of what the bytes mean.
+What is stored is lent where it lies, or copied, on a few threads with the GIL released. Knows
+nothing of what the bytes mean.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import asyncio
 import ctypes
 import time
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field
@@ -18,16 +19,16 @@ from pydantic import Field
 from cacheflow.abc import StorageBackend
 from cacheflow.errors import CapacityError, ClosedError
 from cacheflow.memory import Lease, StagingPool
-from cacheflow.storage_backends.checks import check_reads, check_writes
+from cacheflow.storage_backends.checks import check_extents, check_reads, check_writes
 from cacheflow.storage_backends.copying import Copies, Copy
 from cacheflow.storage_backends.options import Options
 from cacheflow.storage_backends.threads import IoThreads
-from cacheflow.types import Capabilities, TransferResult, TransferStatus
+from cacheflow.types import Capabilities, Lent, Loan, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read, Write
+    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, Extent, ObjectKey, Read, Write
 
 __all__ = ["DramBackend", "DramOptions"]
 
@@ -44,7 +45,7 @@ class DramOptions(Options):
 class _Object:
     info: ChunkInfo
     lease: Lease
-    """Its hold counts the reads that are copying out of it."""
+    """Its hold counts the reads that are copying out of it, and the loans."""
     nbytes: int
 
 
@@ -89,6 +90,14 @@ class DramBackend(StorageBackend):
         finally:
             copies.leave()
 
+    def borrow(self, extents: Sequence[Extent]) -> Loan:
+        """See the contract. What is deleted or replaced while it is lent takes room until then."""
+        self._check()
+        check_extents(extents)
+        with ExitStack() as held:
+            parts = [self._lend(extent, held) for extent in extents]
+            return Loan(parts, held.pop_all().close)
+
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         """See the contract. One after another, so that a replaced object makes room for the next;
         while it is being replaced both need room."""
@@ -130,6 +139,18 @@ class DramBackend(StorageBackend):
                     item.lease.release()
             self._objects.clear()
             await self._arena.aclose()
+
+    def _lend(self, extent: Extent, held: ExitStack) -> Lent:
+        item = self._find(extent.key)
+        if item is None:
+            return Lent(extent, TransferStatus.MISSING)
+        if extent.offset + extent.nbytes > item.nbytes:
+            return Lent(extent, TransferStatus.SHORT)
+        buffer = item.lease.part(extent.offset, extent.nbytes)
+        buffer.hold.acquire()
+        held.callback(buffer.hold.release)
+        view = item.lease.view[extent.offset : extent.offset + extent.nbytes].toreadonly()
+        return Lent(extent, TransferStatus.OK, replace(buffer, view=view))
 
     async def _store(self, write: Write) -> TransferResult:
         """One write, whose parts are held; they are released when the copy has ended."""

@@ -54,8 +54,6 @@ def encode_payload(codec: Codec, layout: KVLayout, heads: int, payload: memoryvi
 def decode_layers(info: ChunkInfo, layers: Span, stored: memoryview, out: memoryview) -> None:
     """Decode verified layer blocks of an object into ``out``, laid out as a raw payload is.
 
-    Both views are writable memory (it is not written, but torch asks for that).
-
     Raises:
         IntegrityError: they are not what the codec makes; ``out`` then holds anything.
     """

@@ -106,5 +106,7 @@ def _parts(
     size = 4 * torch.Size(scale_shape).numel()
     if len(data) != size + target.numel():
         raise ValueError(f"{len(data)} bytes where {size + target.numel()} should be")
-    scales = torch.frombuffer(data[:size], dtype=torch.float32).view(scale_shape)
-    return scales, torch.frombuffer(data[size:], dtype=torch.int8), target
+    # torch warns of memory that is read-only, as is what a tier lends
+    codes = bytearray(data) if data.readonly else data
+    scales = torch.frombuffer(codes, dtype=torch.float32, count=size // 4).view(scale_shape)
+    return scales, torch.frombuffer(codes, dtype=torch.int8, offset=size), target

@@ -6,21 +6,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from cacheflow.restore.fetching import fetched
 from cacheflow.restore.tasks import to_the_end
-from cacheflow.restore.transfer import (
-    LoadFailed,
-    fetch,
-    lay_out,
-    published_parts,
-    staged_bytes,
-    verify_pieces,
-)
+from cacheflow.restore.transfer import LoadFailed, published_parts, verify_pieces
 from cacheflow.types import LoadEnded, LoadOutcome, Published
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheflow.memory import Lease
     from cacheflow.restore.request import Job
     from cacheflow.restore.restorer import Restorer
     from cacheflow.restore.transfer import Piece
@@ -85,9 +78,9 @@ class LoadDriver:
         nbytes = load.nbytes
         try:
             async with asyncio.timeout(restorer.load_deadline):
-                needed = staged_bytes(load, job.located[self.channel])
-                with await restorer.pool.lease(needed, self.channel) as lease:
-                    pieces = await self._fetch_verified(load, job, lease)
+                tier, located = restorer.channels[self.channel], job.located[self.channel]
+                async with fetched(tier, load, located, restorer.pool) as pieces:
+                    await self._verify(pieces)
                     nbytes = sum(len(piece.stored) for piece in pieces)
                     layers = restorer.scheduler.commit(load)
                     if layers:
@@ -110,13 +103,12 @@ class LoadDriver:
             restorer.emit(_ended(load, nbytes, start, stop, outcome, reason))
             restorer.changed(load.request_id)
 
-    async def _fetch_verified(self, load: Load, job: Job, lease: Lease) -> list[Piece]:
-        pieces = lay_out(load, job.located[self.channel], lease)
-        await fetch(self._restorer.channels[self.channel], pieces)
+    async def _verify(self, pieces: Sequence[Piece]) -> None:
+        """To the end: until then a thread reads, and decodes into, memory that is given back."""
         loop = asyncio.get_running_loop()
         auth = self._restorer.stamp.auth
-        await loop.run_in_executor(self._restorer.verifiers, verify_pieces, pieces, auth)
-        return pieces
+        checking = loop.run_in_executor(self._restorer.verifiers, verify_pieces, pieces, auth)
+        await to_the_end(checking)
 
     async def _publish(self, load: Load, job: Job, pieces: list[Piece], layers: int) -> None:
         restorer = self._restorer

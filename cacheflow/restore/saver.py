@@ -258,7 +258,7 @@ class Saver:
             self._writers[name].keep(chunk)
         if index not in save.waiting:
             return
-        copy = self._staged.borrow(save.keys[index], save.rank(index))
+        copy = self._staged.join(save.keys[index], save.rank(index))
         if copy is None:
             try:
                 copy = await self._sealer.copy(save, index)

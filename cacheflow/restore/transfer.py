@@ -1,4 +1,4 @@
-"""One load: staging, reads, checks, decoding, publication. Every byte is checked off the loop.
+"""What a load has fetched: checked, decoded, and cut into what is published. Off the loop.
 
 Knows one load at a time; what to load, and what a failure means, is the scheduler's business.
 """
@@ -10,36 +10,16 @@ from typing import TYPE_CHECKING
 
 from cacheflow.errors import IntegrityError
 from cacheflow.kv import decode_layers, verify, verify_heads
-from cacheflow.types import PAGE, Codec, LoadOutcome, Read, Span, StagedPart, TransferStatus
+from cacheflow.types import PAGE, LoadOutcome, Span, StagedPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from cacheflow.abc import StorageBackend
     from cacheflow.kv import ChunkAuth
-    from cacheflow.memory import Lease
-    from cacheflow.tiers import Located
     from cacheflow.tiers.cover import Take
-    from cacheflow.types import ChunkInfo, Load
+    from cacheflow.types import ChunkInfo, Read
 
-__all__ = [
-    "LoadFailed",
-    "Piece",
-    "fetch",
-    "lay_out",
-    "published_parts",
-    "staged_bytes",
-    "verify_pieces",
-]
-
-_OUTCOMES = {
-    TransferStatus.MISSING: LoadOutcome.MISSING,
-    TransferStatus.SHORT: LoadOutcome.SHORT,
-    TransferStatus.FULL: LoadOutcome.FAILED,
-    TransferStatus.FAILED: LoadOutcome.FAILED,
-    TransferStatus.LATE: LoadOutcome.LATE,
-    TransferStatus.REFUSED: LoadOutcome.REFUSED,
-}
+__all__ = ["LoadFailed", "Piece", "published_parts", "sliced_stride", "verify_pieces"]
 
 
 class LoadFailed(Exception):
@@ -53,7 +33,7 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one object, where it lies in staging, and what it belongs to."""
+    """A part of one object, where it lies in memory, and what it belongs to."""
 
     chunk: int
     take: Take
@@ -61,9 +41,10 @@ class Piece:
     """As the rank counts them."""
     heads: Span
     reads: tuple[Read, ...]
-    """One: whole layer blocks. Else K and V of the wanted heads, layer by layer."""
+    """One: whole layer blocks. None: the same, lent by the tier. Else K and V of the wanted heads,
+    layer by layer."""
     stored: memoryview
-    """The bytes that are read."""
+    """The bytes as the tier has them; read-only where it lends them."""
     view: memoryview
     """Memory for what they stand for: the same, unless they are encoded."""
 
@@ -78,95 +59,12 @@ class Piece:
         return self.info.layout.layer_stride(len(self.heads))
 
 
-def staged_bytes(load: Load, located: Located) -> int:
-    """Staging memory that ``load`` needs: for what is read, and for what is decoded from it."""
-    return sum(
-        sum(_sizes(take, located))
-        for chunk in load.chunks
-        for take in located.takes(chunk, load.layers)
-    )
-
-
-def _sizes(take: Take, located: Located) -> tuple[int, int]:
-    """Bytes to read, and bytes that are decoded from them."""
-    info = take.info
-    if _is_sliced(take, located):
-        return len(take.layers) * _sliced_stride(take), 0
-    decoded = info.layout.payload_bytes(len(take.layers), len(info.key.heads))
-    return info.layer_range(take.layers)[1], 0 if info.codec is Codec.RAW else decoded
-
-
-def _is_sliced(take: Take, located: Located) -> bool:
-    """Whether only the wanted heads are read: whole layers are where nothing less can be checked
-    or decoded."""
-    whole = take.heads == take.info.key.heads or located.whole_blocks
-    return not whole and take.info.codec is Codec.RAW
-
-
-def _sliced_stride(take: Take) -> int:
+def sliced_stride(take: Take) -> int:
     """Room for one layer of some heads, and for the padding that the last head's checksum covers,
     in whole pages."""
     layout, heads = take.info.layout, len(take.info.key.heads)
     padding = layout.layer_stride(heads) - layout.layer_bytes(heads)
     return -(-(layout.layer_bytes(len(take.heads)) + padding) // PAGE) * PAGE
-
-
-def lay_out(load: Load, located: Located, lease: Lease) -> list[Piece]:
-    """Place every part of an object that ``load`` needs one after another in the lease."""
-    pieces: list[Piece] = []
-    shard, at = located.shard, 0
-    for chunk in load.chunks:
-        for take in located.takes(chunk, load.layers):
-            nbytes, decoded = _sizes(take, located)
-            stored = view = lease.view[at : at + nbytes]
-            if _is_sliced(take, located):
-                reads = tuple(_sliced_reads(take, lease, at))
-            else:
-                offset, _ = take.info.layer_range(take.layers)
-                reads = (Read(take.info.key, offset, lease.part(at, nbytes)),)
-            at += nbytes
-            if decoded:
-                view = lease.view[at : at + decoded]
-                at += decoded
-            layers = _seen_from(shard.layers, take.layers)
-            heads = _seen_from(shard.heads, take.heads)
-            pieces.append(Piece(chunk, take, layers, heads, reads, stored, view))
-    return pieces
-
-
-def _seen_from(origin: Span, span: Span) -> Span:
-    return Span(span.start - origin.start, span.stop - origin.start)
-
-
-def _sliced_reads(take: Take, lease: Lease, at: int) -> Iterator[Read]:
-    """K, then V of the wanted heads, for each layer."""
-    for layer in take.layers:
-        for offset, nbytes, place in take.info.head_ranges(layer, take.heads):
-            yield Read(take.info.key, offset, lease.part(at + place, nbytes))
-        at += _sliced_stride(take)
-
-
-async def fetch(backend: StorageBackend, pieces: Sequence[Piece]) -> None:
-    """Run the reads; a short, missing or failed one fails the load for its chunk.
-
-    Raises:
-        LoadFailed: with every chunk that was not delivered.
-    """
-    by_read = {id(read): (piece.chunk, read) for piece in pieces for read in piece.reads}
-    failed: dict[int, tuple[LoadOutcome, str]] = {}
-    async for result in backend.load([read for _, read in by_read.values()]):
-        chunk, read = by_read.pop(id(result.request))
-        if result.status is not TransferStatus.OK:
-            reason = str(result.error) if result.error else result.status.value
-            failed[chunk] = (_OUTCOMES[result.status], reason)
-        elif result.nbytes != read.buffer.nbytes:
-            wrong = f"{result.nbytes} of {read.buffer.nbytes} bytes"
-            failed[chunk] = (LoadOutcome.SHORT, wrong)
-    for chunk, _ in by_read.values():
-        failed.setdefault(chunk, (LoadOutcome.MISSING, "the backend gave no result"))
-    if failed:
-        outcome, reason = next(iter(failed.values()))
-        raise LoadFailed(outcome, tuple(failed), reason)
 
 
 def verify_pieces(pieces: Sequence[Piece], auth: ChunkAuth | None = None) -> None:
@@ -194,7 +92,7 @@ def verify_pieces(pieces: Sequence[Piece], auth: ChunkAuth | None = None) -> Non
 
 
 def _verify_sliced(piece: Piece) -> None:
-    take, room = piece.take, _sliced_stride(piece.take)
+    take, room = piece.take, sliced_stride(piece.take)
     for number, layer in enumerate(take.layers):
         block = piece.stored[number * room : (number + 1) * room]
         verify_heads(take.info, layer, take.heads, block)

@@ -10,7 +10,7 @@ Fill in the hooks and run it with pytest (``asyncio_mode = "auto"``)::
         async def raw_set(self, backend, stored, data): ...
 
 ``raw_get`` and ``raw_set`` are a back door: they look at the medium without the backend, so that a
-store cannot pass by believing itself. Tests choose themselves by the backend's capabilities and by
+store cannot pass by believing itself. Tests choose themselves by what the backend can do and by
 the optional hooks (``paused``, ``leftovers``, ``open_small``); what is skipped says why.
 
 Needs pytest, pytest-asyncio and hypothesis.
@@ -21,10 +21,11 @@ from __future__ import annotations
 from cacheflow.testing.storage_data import DataTests
 from cacheflow.testing.storage_faults import FaultTests
 from cacheflow.testing.storage_harness import BackendHarness, Pause
+from cacheflow.testing.storage_loans import LoanTests
 from cacheflow.testing.storage_model import ModelTests
 
 __all__ = ["BackendHarness", "Pause", "StorageBackendTests"]
 
 
-class StorageBackendTests(DataTests, FaultTests, ModelTests):
+class StorageBackendTests(DataTests, FaultTests, LoanTests, ModelTests):
     """Every test of the contract; subclass it once a backend."""

@@ -24,7 +24,7 @@ from cacheflow.tiers.health import Ailment
 from cacheflow.tiers.patience import Patience
 from cacheflow.tiers.probe import BadObjectError, probe
 from cacheflow.tiers.recovery import Recovery
-from cacheflow.types import Read, TransferResult, TransferStatus
+from cacheflow.types import Lent, Loan, Read, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from cacheflow.clock import Clock
     from cacheflow.tiers.health import Health, HealthLimits
-    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Observer, Write
+    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, Extent, ObjectKey, Observer, Write
 
 __all__ = ["Guarded"]
 
@@ -153,7 +153,7 @@ class Guarded(StorageBackend):
                     ended.append(id(result.request))
                     if result.status is not TransferStatus.OK:
                         well = False
-                        self._judge(result)
+                        self._judge(_key(result.request), result.status)
                     yield result
         except TimeoutError:
             wrong = Ailment.LATE
@@ -171,21 +171,42 @@ class Guarded(StorageBackend):
         finally:
             cutoff.close()
             well = well and len(ended) == len(reads)
-            self._loaded(number, reads, wrong, well=well)
+            self._reads.end(number, self._clock.now(), delivered=well)
+            self._loaded([read.key for read in reads], wrong, well=well)
 
-    def _loaded(
-        self, number: int, reads: Sequence[Read], wrong: Ailment | None, *, well: bool
-    ) -> None:
+    def borrow(self, extents: Sequence[Extent]) -> Loan | None:
+        """Of a sick tier everything is REFUSED. Lending takes no time, so it has no deadline and
+        says nothing of the channel's speed."""
+        self._check()
+        if not self.reading.well:
+            self.refused["load"] += len(extents)
+            error = self._error("load", "set aside as sick")
+            return Loan([Lent(each, TransferStatus.REFUSED, error=error) for each in extents])
+        try:
+            loan = self.inner.borrow(extents)
+        except ClosedError:
+            raise
+        except Exception:  # whatever a third party's backend raises is for its caller to see
+            self._loaded([each.key for each in extents], Ailment.RAISED, well=False)
+            raise
+        if loan is not None:
+            bad = [part for part in loan.parts if part.status is not TransferStatus.OK]
+            for part in bad:
+                self._judge(part.extent.key, part.status)
+            wrong = None if len(loan.parts) == len(extents) else Ailment.FAILED
+            self._loaded([each.key for each in extents], wrong, well=not (bad or wrong))
+        return loan
+
+    def _loaded(self, keys: Sequence[ObjectKey], wrong: Ailment | None, *, well: bool) -> None:
         """A load has ended, one way or another."""
-        self._reads.end(number, self._clock.now(), delivered=well)
         if wrong is not None:
             self._recovery.reading_failed(wrong)
         elif well:
             self.reading.succeeded()
-        if well and reads:
-            self._known.append(reads[-1].key)
-        for read in () if well else reads[: _KNOWN - len(self._known)]:
-            self._known.appendleft(read.key)
+        if well and keys:
+            self._known.append(keys[-1])
+        for key in () if well else keys[: _KNOWN - len(self._known)]:
+            self._known.appendleft(key)
 
     def distrust(self, keys: Sequence[ObjectKey]) -> None:
         """These are misses until somebody stores or deletes them, or for a while."""
@@ -196,12 +217,12 @@ class Guarded(StorageBackend):
     def lend(self, memory: Buffer) -> Callable[[], None]:
         return self.inner.lend(memory)
 
-    def _judge(self, result: TransferResult) -> None:
+    def _judge(self, key: ObjectKey, status: TransferStatus) -> None:
         """What a failed read says of the tier; an object that cannot be had is a miss from now."""
-        if result.status is TransferStatus.LATE:
+        if status is TransferStatus.LATE:
             self._recovery.reading_failed(Ailment.LATE)
         else:
-            self._doubt(_key(result.request), _AILMENTS.get(result.status))
+            self._doubt(key, _AILMENTS.get(status))
 
     def _doubt(self, key: ObjectKey, ailment: Ailment | None) -> None:
         """Counted once an object: a bad one that is read layer by layer is no sick tier."""

@@ -79,7 +79,7 @@ class StagedCopies(StorageBackend):
 
     # -- for who stages ------------------------------------------------------------------------
 
-    def borrow(self, key: ChunkKey, rank: Rank) -> Copy | None:
+    def join(self, key: ChunkKey, rank: Rank) -> Copy | None:
         """The copy of ``key``, if it is at least as good as asked, with one user more."""
         copy = self._copies.get(key)
         if copy is None or copy.rank < rank:

@@ -25,7 +25,7 @@ from cacheflow.tiers.keeper import Keeper
 from cacheflow.tiers.stock import Stock
 from cacheflow.tiers.storing import Storing
 from cacheflow.tiers.value import FLAT
-from cacheflow.types import Read, TransferStatus
+from cacheflow.types import Loan, Read, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Buffer,
         ChunkInfo,
         ChunkKey,
+        Extent,
         ObjectKey,
         Observer,
         TransferResult,
@@ -156,8 +157,24 @@ class Tier(StorageBackend):
                 ):
                     async for result in results:
                         if result.status is TransferStatus.MISSING:
-                            self._missed(result, look)
+                            self._missed(_key(result), look)
                         yield result
+
+    def borrow(self, extents: Sequence[Extent]) -> Loan | None:
+        """What is lent is not evicted. Nothing is moved, so the budget for loads is not asked."""
+        self._check()
+        with ExitStack() as held, self._stock.changes.look() as look:
+            loan = self.inner.borrow(extents)
+            if loan is None:
+                return None
+            held.enter_context(loan)
+            for part in loan.parts:
+                if part.status is TransferStatus.MISSING:
+                    self._missed(part.extent.key, look)
+                elif (entry := self.catalogue.find(part.extent.key)) is not None:
+                    self.catalogue.holds.begin_read(entry)
+                    held.callback(self.catalogue.holds.end_read, entry)
+            return Loan(loan.parts, held.pop_all().close)
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         """Evicts what has to go first. What there is no room for is FULL, at once."""
@@ -268,15 +285,19 @@ class Tier(StorageBackend):
             self._stock.suspects += missing
             self._keeper.kick()
 
-    def _missed(self, result: TransferResult, look: Look) -> None:
+    def _missed(self, key: ObjectKey, look: Look) -> None:
         """A read found nothing: then there is nothing, unless it was stored meanwhile."""
-        read = result.request
-        if isinstance(read, Read) and look.is_news(read.key):
-            self._stock.gone(read.key, "vanished")
+        if look.is_news(key):
+            self._stock.gone(key, "vanished")
 
     def _check(self) -> None:
         if self._closed:
             raise ClosedError(f"tier {self.settings.name} is closed")
+
+
+def _key(result: TransferResult) -> ObjectKey:
+    request = result.request
+    return request.key if isinstance(request, Read) else request.info.key
 
 
 def _policy(settings: TierSettings) -> EvictionPolicy[Entry]:

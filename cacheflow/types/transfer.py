@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from cacheflow.types.objects import Codec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from cacheflow.errors import CacheFlowError
     from cacheflow.types.objects import ChunkInfo, ObjectKey
 
 __all__ = [
     "Buffer",
     "Capabilities",
+    "Extent",
     "Hold",
+    "Lent",
+    "Loan",
     "MemoryKind",
     "Read",
     "TransferResult",
@@ -71,6 +76,15 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes ``[offset, offset + nbytes)`` of one object, wherever they lie."""
+
+    key: ObjectKey
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """One whole object, as consecutive parts (the encoded prefix and table, then the payload)."""
 
@@ -108,6 +122,42 @@ class TransferResult:
     nbytes: int
     seconds: float
     error: CacheFlowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What came of ``extent``: its bytes where they lie, read-only; or, not OK, why not."""
+
+    extent: Extent
+    status: TransferStatus
+    buffer: Buffer | None = None
+    error: CacheFlowError | None = None
+
+
+class Loan:
+    """Lent memory, in the order asked, to be given back once: with :meth:`release` or ``with``.
+
+    Used on the event loop. Threads read what is lent only while somebody there keeps the loan.
+    ``give_back`` must not raise.
+    """
+
+    __slots__ = ("_give_back", "parts")
+
+    def __init__(self, parts: Sequence[Lent], give_back: Callable[[], None] | None = None) -> None:
+        self.parts = parts
+        self._give_back = give_back
+
+    def release(self) -> None:
+        """Nobody reads what is lent any more. Idempotent."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,8 @@ class Load:
 class StagedPart:
     """Verified bytes of ``layers`` of chunk ``chunk``, in payload order, in host memory.
 
-    ``view`` covers ``len(layers) * layer_stride(heads)`` bytes. Layers and heads are those of the
-    engine's own layout.
+    ``view`` covers ``len(layers) * layer_stride(heads)`` bytes; it is read-only where a tier lends
+    what is to be published. Layers and heads are those of the engine's own layout.
     """
 
     chunk: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from cacheflow.types import Span
@@ -44,7 +46,16 @@ def _payload(layout: KVLayout, part: StagedPart) -> torch.Tensor:
         row,
         1,
     )
-    return torch.frombuffer(part.view, dtype=dtype).as_strided(shape, strides)
+    return torch.frombuffer(_as_torch_wants(part.view), dtype=dtype).as_strided(shape, strides)
+
+
+def _as_torch_wants(view: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]:
+    """The same memory: torch warns of what is read-only, as is what a tier lends, even when it only
+    reads there."""
+    if not view.readonly:
+        return view
+    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    return (ctypes.c_char * len(view)).from_address(address)
 
 
 def _cells(layout: KVLayout, request: OpenRequest, part: StagedPart) -> torch.Tensor:

@@ -4,6 +4,7 @@ bit what the run that never forgot has."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,12 +51,13 @@ async def poison(engine: TransformersEngine, request_id: str) -> None:
 async def move(
     engine: TransformersEngine, source: str, target: str, tile: Tile, layers: Span
 ) -> None:
-    """Cells of ``tile`` out of one request and into another, as a store and a load would."""
+    """Cells of ``tile`` out of one request and into another, as a store and a load would, from
+    memory that a tier lends: it is read-only."""
     size = engine.layout.chunk_tokens
     chunks = range(tile.start // size, tile.stop // size)
     parts = [StagedPart(c, layers, staging(engine, len(layers), 0x55)) for c in chunks]
     await engine.capture(source, parts)
-    await engine.publish(target, parts)
+    await engine.publish(target, [replace(each, view=each.view.toreadonly()) for each in parts])
 
 
 async def walk(
