@@ -14,20 +14,24 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKEND_GROUP",
     "ENGINE_GROUP",
+    "SERVER_GROUP",
     "TRANSPORT_GROUP",
     "available",
     "load_backend",
     "load_engine",
+    "load_server",
     "load_transport",
 ]
 
 BACKEND_GROUP: Final = "cacheflow.storage_backends"
 ENGINE_GROUP: Final = "cacheflow.engines"
+SERVER_GROUP: Final = "cacheflow.servers"
 TRANSPORT_GROUP: Final = "cacheflow.transports"
 
 _INSTALL: Final[Mapping[str, str]] = {
     "nixl": "pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1 numpy",
     "object-store": "pip install 'cacheflow-kv[object-store]'",
+    "openai": "pip install 'cacheflow-kv[server]'",
     "pool": "pip install 'cacheflow-kv[pool]'",
     "transformers": "pip install 'cacheflow-kv[transformers]'",
 }
@@ -55,6 +59,11 @@ def load_backend(name: str) -> type[StorageBackend]:
 def load_engine(name: str) -> object:
     """The engine factory registered as ``name``; see :func:`load_backend` for what it raises."""
     return _load(ENGINE_GROUP, name, "engine")
+
+
+def load_server(name: str) -> object:
+    """The coroutine function that serves, registered as ``name``; see :func:`load_backend`."""
+    return _load(SERVER_GROUP, name, "server")
 
 
 def load_transport(name: str) -> object:

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from cacheflow import __version__
-from cacheflow.cli import bench, demo, doctor, profile, simulate, store, timeline, top
+from cacheflow.cli import bench, demo, doctor, profile, serve, simulate, store, timeline, top
 from cacheflow.errors import CacheFlowError
 
 __all__ = ["app", "main"]
@@ -44,6 +44,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("profile")(profile.profile)
+app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)
 app.command("timeline")(timeline.timeline)
 app.command("top")(top.top)

@@ -1,0 +1,185 @@
+"""One turn of the model for one request: from a prompt to pieces of an answer, and what it took.
+
+Endpoints say what is asked (a :class:`Job`) and put the pieces into their own form. Knows sessions
+and words; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, cast
+
+from cacheflow.errors import CapacityError
+from cacheflow.plugins.openai_server.prefix import reason_for
+from cacheflow.plugins.openai_server.text import Detokenizer, StopFinder
+from cacheflow.plugins.openai_server.tool_calls import Call, CallFinder
+from cacheflow.session import Generation
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator
+    from typing import Any
+
+    from cacheflow.plugins.openai_server.conversations import Conversations, Lent, Scope
+    from cacheflow.plugins.openai_server.messages import Rendered
+    from cacheflow.plugins.openai_server.prefix import Fingerprint, Reason
+    from cacheflow.plugins.openai_server.template import Words
+    from cacheflow.plugins.openai_server.tool_calls import Piece
+
+__all__ = ["Answer", "Divergence", "Job"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is asked of the model."""
+
+    scope: Scope
+    prompt: list[int]
+    max_new_tokens: int
+    made_of: Fingerprint
+    stops: tuple[str, ...] = ()
+    functions: frozenset[str] | None = None
+    """Names of the functions that may be called; None: all that the model says is text."""
+    forced: str = ""
+    """Words at the end of the prompt that belong to the answer."""
+    one_call: bool = False
+    messages: list[Rendered] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where the prompt left what the conversation held."""
+
+    token: int
+    held_tokens: int
+    message: int | None
+    reason: Reason
+
+
+class _StopWhen(Collection[int]):
+    """Stop tokens, and from :attr:`now` on any token: so a turn ends as if the model had ended it,
+    and is kept."""
+
+    def __init__(self, tokens: frozenset[int]) -> None:
+        self._tokens = tokens
+        self.now = False
+
+    def __contains__(self, token: object) -> bool:
+        return self.now or token in self._tokens
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+
+class Answer:
+    """An answer as it is made. Read :meth:`pieces` to its end, or close it, then look."""
+
+    def __init__(self, job: Job, lent: Lent, words: Words, conversations: Conversations) -> None:
+        self.report = Generation()
+        self.divergence: Divergence | None = None
+        self.tokens: list[int] = []
+        self.finish_reason: Literal["stop", "length", "tool_calls"] = "length"
+        self._called = 0
+        self._job = job
+        self._lent = lent
+        self._words = words
+        self._conversations = conversations
+        self._stop = _StopWhen(words.stop_tokens)
+        self._text = Detokenizer(words.decode)
+        self._stops = StopFinder(job.stops)
+        self._calls = CallFinder(job.functions) if job.functions is not None else None
+
+    @property
+    def session(self) -> str:
+        """Name of the conversation."""
+        return self._lent.conversation.session.id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._job.prompt)
+
+    async def compare(self) -> None:
+        """Find out whether, where and why the prompt left the conversation's history."""
+        history, common = self._lent.compared, self._lent.common
+        prompt = self._job.prompt
+        if history is None or common >= min(history.held_tokens, len(prompt)):
+            return
+        reason, message = reason_for(history, prompt, common, self._job.made_of, self._words.decode)
+        if message is None and self._job.messages:
+            message = await self._words.message_at(common, self._job.messages, self._job.tools)
+        self.divergence = Divergence(common, history.held_tokens, message, reason)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Text and calls, in order, as soon as they are certain."""
+        for piece in self._certain(self._job.forced):
+            yield piece
+        async with aclosing(self._generate()) as made:
+            async for token in made:
+                self.tokens.append(token)
+                for piece in self._add(token):
+                    yield piece
+        for piece in self._end():
+            yield piece
+        conversation = self._lent.conversation
+        conversation.remember(self._job.prompt, self.tokens, self._job.made_of)
+
+    def _add(self, token: int) -> list[Piece]:
+        if token in self._words.stop_tokens:
+            self.finish_reason = "stop"
+            return []
+        return self._certain(self._stops.add(self._text.add(token)))
+
+    def _certain(self, text: str) -> list[Piece]:
+        if self._stops.found:
+            self.finish_reason, self._stop.now = "stop", True
+        if self._calls is None:
+            return [text] if text else []
+        return self._allowed(self._calls.add(text)) if text else []
+
+    def _end(self) -> list[Piece]:
+        pieces = self._certain(self._stops.add(self._text.end()) + self._stops.end())
+        if self._calls is not None:
+            pieces += self._allowed(self._calls.end())
+        if self._called:
+            self.finish_reason = "tool_calls"
+        return pieces
+
+    def _allowed(self, pieces: list[Piece]) -> list[Piece]:
+        """Without what follows the one call, where only one may be made."""
+        allowed: list[Piece] = []
+        for piece in pieces:
+            if self._called and self._job.one_call:
+                break
+            allowed.append(piece)
+            self._called += isinstance(piece, Call)
+        self._stop.now |= bool(self._called and self._job.one_call)
+        return allowed
+
+    async def _generate(self) -> AsyncGenerator[int, None]:
+        """The tokens; where KV memory is short, idle conversations leave it before the first."""
+        job = self._job
+        while True:
+            self.report = Generation()
+            tokens = self._lent.conversation.session.generate(
+                job.prompt,
+                max_new_tokens=job.max_new_tokens,
+                stop_tokens=self._stop,
+                report=self.report,
+            )
+            async with aclosing(cast("AsyncGenerator[int, None]", tokens)):
+                try:
+                    first = await anext(tokens)
+                except CapacityError:
+                    if not await self._conversations.make_room():
+                        raise
+                    continue
+                yield first
+                async for token in tokens:
+                    yield token
+                return

@@ -1,0 +1,179 @@
+"""What requests and answers of several endpoints have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+__all__ = [
+    "Answered",
+    "Asked",
+    "CacheFields",
+    "Content",
+    "ErrorBody",
+    "Lenient",
+    "Model",
+    "ModelList",
+    "PrefixDivergence",
+    "Report",
+    "Text",
+    "Usage",
+]
+
+_TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal")
+
+
+class Asked(BaseModel):
+    """Part of a request in which an unknown field is an error: nothing is ignored silently."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Lenient(BaseModel):
+    """Part of a request that clients copy from our answers, with whatever their SDK put there."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Answered(BaseModel):
+    """Part of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def _joined(value: object) -> object:
+    """Parts of text as one text; anything else than text is refused by name."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            raise ValueError(f"this model takes text only, not a part of type {kind!r}")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ValueError("a part of text needs a field 'text' with a string")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+_PARTS_SCHEMA: Final = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {"enum": ["text", "input_text", "output_text"]},
+                    "text": {"type": "string"},
+                },
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+
+Text = Annotated[str, BeforeValidator(_joined), WithJsonSchema(_PARTS_SCHEMA)]
+"""A text, or a list of parts of text."""
+Content = Annotated[
+    str | None,
+    BeforeValidator(_joined),
+    WithJsonSchema({"anyOf": [*_PARTS_SCHEMA["anyOf"], {"type": "null"}]}),
+]
+"""The same, or null."""
+
+
+class CacheFields(Asked):
+    """Who asks, in which conversation: what sessions and tenants are made of."""
+
+    model: str
+    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    """Names a conversation (or several that begin alike): its KV is looked for there first."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """Advice on how long the conversation's KV is worth keeping."""
+    user: str | None = Field(default=None, max_length=1024)
+    safety_identifier: str | None = Field(default=None, max_length=1024)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    """Stored KV is shared only among requests of the same salt."""
+    metadata: dict[str, Any] | None = None
+
+
+class TokenDetails(Answered):
+    """Where the prompt's KV came from. ``cached`` is what was not prefilled as new; the other three
+    say how much of it was in memory, loaded, and computed again in step with the loads."""
+
+    cached_tokens: int
+    resident_tokens: int
+    loaded_tokens: int
+    recomputed_tokens: int
+
+
+class OutputDetails(Answered):
+    """Of the answer's tokens."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(Answered):
+    """Tokens of a chat completion or completion."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+    completion_tokens_details: OutputDetails
+
+
+class PrefixDivergence(Answered):
+    """Where a conversation's new prompt left what it had in the KV cache."""
+
+    token: int
+    """Index of the first token that differs."""
+    held_tokens: int
+    """Tokens that the conversation had; those from ``token`` on are of no use now."""
+    message: int | None
+    """Index of the message that the token is in, as the template rendered it."""
+    reason: str
+    """What changed: ``docs/server.md`` explains each word."""
+
+
+class Report(Answered):
+    """What CacheFlow did for this request; an addition to OpenAI's answers."""
+
+    session: str
+    ttft_seconds: float | None
+    divergence: PrefixDivergence | None
+
+
+class ErrorFields(Answered):
+    """What is inside ``error``."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Answered):
+    """An error in OpenAI's shape."""
+
+    error: ErrorFields
+
+
+class Model(Answered):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "cacheflow"
+    max_model_len: int
+
+
+class ModelList(Answered):
+    """All models that are served: one."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]

@@ -1,0 +1,149 @@
+"""What every HTTP request passes first: a key, a limit on its body, a name, and the counters.
+
+An ASGI middleware around the whole application; it knows no endpoint but ``/v1``, which is what
+keys protect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Final
+
+from cacheflow.plugins.openai_server.errors import ApiError, error_response
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from cacheflow.plugins.openai_server.metrics import ServerSeries
+    from cacheflow.plugins.openai_server.settings import ServerSettings
+
+__all__ = ["Gatekeeper"]
+
+_BODY_SECONDS: Final = 30.0
+"""A body must have arrived by then."""
+_OTHER: Final = "other"
+"""The endpoint of a path that is none: paths of strangers must not become labels."""
+
+
+class Gatekeeper:
+    """``paths``: the endpoints that are counted by name."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        series: ServerSeries,
+        paths: Collection[str],
+    ) -> None:
+        self._app = app
+        self._series = series
+        self._paths = frozenset(paths)
+        self._most = int(settings.max_body_bytes)
+        self._tenants = {
+            _digest(key.key.get_secret_value()): key.tenant for key in settings.api_keys
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = uuid.uuid4().hex
+        path = scope["path"] if scope["path"] in self._paths else _OTHER
+        began = time.monotonic()
+        try:
+            await self._admit(scope, receive, _noting(state, send))
+        finally:
+            self._series.requests.labels(path, str(state.get("status", 499))).inc()
+            self._series.seconds.labels(path).observe(time.monotonic() - began)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            scope["state"]["tenant"] = self._tenant(scope["path"], headers)
+            body = await self._body(headers, receive)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replaying(body, receive), send)
+
+    def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
+        if not self._tenants or not path.startswith("/v1"):
+            return ""
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = _digest(token.strip().decode("utf-8", "replace"))
+        tenant = None
+        for known, name in self._tenants.items():  # all of them: time tells nothing
+            tenant = name if hmac.compare_digest(known, given) else tenant
+        if scheme.lower() != b"bearer" or tenant is None:
+            raise ApiError(
+                401,
+                "no such API key: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return tenant
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """All of it; None if the client went away before its end."""
+        told = headers.get(b"content-length", b"0")
+        if told.isdigit() and int(told) > self._most:
+            raise self._too_large()
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._most:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body is larger than {self._most} bytes", code="request_too_large"
+        )
+
+
+def _noting(state: dict[str, Any], send: Send) -> Send:
+    """``send`` that notes the status and names the request in a header."""
+
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            state.setdefault("status", message["status"])
+            name = (b"x-request-id", state["request_id"].encode())
+            message = {**message, "headers": [*message.get("headers", ()), name]}
+        await send(message)
+
+    return noting
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """``receive`` that begins with ``body``, whole."""
+    told = False
+
+    async def replaying() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replaying
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

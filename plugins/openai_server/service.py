@@ -1,0 +1,111 @@
+"""What all endpoints share: the model, who asks, and the way from a request to an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from cacheflow.plugins.openai_server.admission import Admission
+from cacheflow.plugins.openai_server.answering import Answer, Job
+from cacheflow.plugins.openai_server.conversations import Conversations, Scope
+from cacheflow.plugins.openai_server.errors import ApiError
+from cacheflow.plugins.openai_server.usage import usage_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from cacheflow.plugins.openai_server.common_schema import CacheFields, Usage
+    from cacheflow.plugins.openai_server.metrics import ServerSeries
+    from cacheflow.plugins.openai_server.settings import ServerSettings
+    from cacheflow.plugins.openai_server.template import Words
+    from cacheflow.session import CacheFlow
+
+__all__ = ["Service"]
+
+
+class Service:
+    """One model behind one flow."""
+
+    def __init__(
+        self,
+        flow: CacheFlow,
+        words: Words,
+        settings: ServerSettings,
+        model: str,
+        series: ServerSeries,
+    ) -> None:
+        self.flow = flow
+        self.words = words
+        self.settings = settings
+        self.model = model
+        self.series = series
+        self.created = int(time.time())
+        self.fingerprint = f"fp_{str(flow.engine.identity['weights'])[:16]}"
+        self.admission = Admission(
+            settings.max_running,
+            settings.max_waiting,
+            settings.queue_seconds,
+            lambda why: series.rejected.labels(why).inc(),
+        )
+        self.conversations = Conversations(flow, settings.max_sessions, settings.max_branches)
+        series.watch(self.admission, self.conversations)
+
+    def scope(self, body: CacheFields, tenant: str) -> Scope:
+        """Whose conversations ``body`` may go on with.
+
+        Raises:
+            ApiError: another model is asked for.
+        """
+        if body.model != self.model:
+            raise ApiError(
+                404,
+                f"the model {body.model!r} does not exist; this server has {self.model!r}",
+                code="model_not_found",
+                param="model",
+            )
+        user = body.safety_identifier or body.user or ""
+        parts = [tenant, body.cache_salt or "", user if self.settings.user_is_tenant else ""]
+        if any(parts):  # until sessions take a tenant, nobody may believe to be kept apart
+            raise ApiError(
+                400, "cache_salt and tenants are not there yet", code="unsupported_value"
+            )
+        return Scope(json.dumps(parts) if any(parts) else "", user, body.prompt_cache_key)
+
+    def room_for(self, prompt: list[int], wanted: int | None, param: str) -> int:
+        """New tokens that may be made after ``prompt``.
+
+        Raises:
+            ApiError: the prompt, or the prompt and ``wanted`` tokens, do not fit the context.
+        """
+        longest = self.flow.engine.max_tokens
+        room = longest - len(prompt) + 1
+        if not prompt:
+            raise ApiError(400, f"{param}: the prompt is empty", code="invalid_value", param=param)
+        if room < 1 or (wanted or 1) > room:
+            asked = f" and {wanted} of the answer" if wanted else ""
+            raise ApiError(
+                400,
+                f"this model's context is {longest} tokens; the prompt has {len(prompt)}{asked}",
+                code="context_length_exceeded",
+                param=param,
+            )
+        return min(wanted or self.settings.default_max_tokens or room, room)
+
+    @asynccontextmanager
+    async def answer(self, prepare: Callable[[], Awaitable[Job]]) -> AsyncIterator[Answer]:
+        """The answer to what ``prepare`` says, once it is this request's turn."""
+        async with self.admission.place():
+            job = await prepare()
+            async with self.conversations.lend(job.scope, job.prompt) as lent:
+                answer = Answer(job, lent, self.words, self.conversations)
+                await answer.compare()
+                try:
+                    yield answer
+                finally:
+                    self.series.answered(answer)
+
+    def usage(self, answer: Answer) -> Usage:
+        """Token counts of a finished answer."""
+        return usage_of(answer, self.flow.engine.layout.num_layers)

@@ -1,0 +1,156 @@
+"""A server process: engine, tiers, application and socket, opened in order and closed in reverse.
+
+The first SIGTERM or SIGINT drains: no new requests, those under way end (or are cancelled after
+``drain_seconds``), their KV is stored, the process ends. A second one does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import uvicorn
+
+from cacheflow.errors import ConfigError
+from cacheflow.metrics import PrometheusObserver, watch
+from cacheflow.plugins.openai_server.app import create_app
+from cacheflow.plugins.openai_server.metrics import ServerSeries
+from cacheflow.plugins.openai_server.service import Service
+from cacheflow.plugins.openai_server.settings import ServerSettings
+from cacheflow.plugins.openai_server.template import Words
+from cacheflow.plugins.openai_server.tokenizer_chat import chat_of
+from cacheflow.registry import load_engine
+from cacheflow.session import CacheFlow
+from cacheflow.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping
+    from pathlib import Path
+
+    from cacheflow.abc import Engine
+
+__all__ = ["opened_service", "serve"]
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_CLOSE_SECONDS: Final = 2
+"""Cancelled requests have as long to tell their clients."""
+_log = logging.getLogger("cacheflow.server")
+
+
+async def serve(
+    model: Path,
+    *,
+    engine: str = "transformers",
+    engine_options: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
+    server: Mapping[str, Any] | None = None,
+) -> None:
+    """Serve the model in the folder ``model`` until a signal ends it.
+
+    ``server``: server settings by name; the rest comes from the environment.
+
+    Raises:
+        ConfigError: the model, a setting or the address cannot be used; says which and why.
+    """
+    options = ServerSettings(**(server or {}))
+    factory = cast("Any", await asyncio.to_thread(load_engine, engine))
+    async with AsyncExitStack() as stack:
+        opened = await factory.open_model(model, **(engine_options or {}))
+        stack.push_async_callback(opened.aclose)
+        name = options.model_name or await asyncio.to_thread(_folder_name, model)
+        service = await stack.enter_async_context(
+            opened_service(opened, name, settings or Settings(), options)
+        )
+        await _listen(service)
+
+
+@asynccontextmanager
+async def opened_service(
+    engine: Engine, model: str, settings: Settings, server: ServerSettings
+) -> AsyncIterator[Service]:
+    """A service over ``engine``, with its tiers and series; for :func:`create_app`, or a host
+    application's own server.
+
+    Raises:
+        ConfigError: the model has no chat template, or a setting cannot be used.
+    """
+    observer = PrometheusObserver()
+    words = Words(await asyncio.to_thread(chat_of, engine, server.chat_template))
+    try:
+        async with CacheFlow.open(settings, engine=engine, observer=observer) as flow:
+            with watch(observer, flow.restorer, model=model, policy=settings.policy):
+                yield Service(flow, words, server, model, ServerSeries(observer.registry))
+                await flow.flush(settings.flush_seconds)
+    finally:
+        words.aclose()
+
+
+def _folder_name(model: Path) -> str:
+    return model.expanduser().resolve().name
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _listen(service: Service) -> None:
+    settings = service.settings
+    config = uvicorn.Config(
+        create_app(service),
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level,
+        access_log=settings.log_level == "debug",
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        lifespan="off",
+    )
+    server = _Server(config)
+    stop = asyncio.Event()
+    with _on_signals(stop, server):
+        draining = asyncio.create_task(_drain(service, server, stop))
+        try:
+            await server.serve()
+        except SystemExit:  # how uvicorn says that it cannot listen
+            raise ConfigError(
+                f"cannot listen on {settings.host}:{settings.port}: choose another port, or stop "
+                "what has it"
+            ) from None
+        finally:
+            draining.cancel()
+            await asyncio.wait([draining])
+
+
+async def _drain(service: Service, server: uvicorn.Server, stop: asyncio.Event) -> None:
+    await stop.wait()
+    _log.info("draining: %d running, %d waiting", *_load(service))
+    if not await service.admission.drain(service.settings.drain_seconds):
+        _log.warning("cancelled after drain_seconds: %d running, %d waiting", *_load(service))
+    server.should_exit = True
+
+
+def _load(service: Service) -> tuple[int, int]:
+    return service.admission.running, service.admission.waiting
+
+
+@contextmanager
+def _on_signals(stop: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+
+    def told() -> None:
+        server.should_exit |= stop.is_set()
+        stop.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, told)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
