@@ -1,7 +1,7 @@
 """The contracts third parties implement: one concept each.
 
 ``StorageBackend`` is one tier's store, ``Recomputer`` the half of an engine that restoration needs,
-``Engine`` the whole of it. Nothing here does any work.
+``Engine`` the whole of it, ``ChatTemplate`` how its model reads messages. Nothing here does work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Write,
     )
 
-__all__ = ["ClaimLayer", "Engine", "Recomputer", "Sharded", "StorageBackend"]
+__all__ = ["ChatTemplate", "ClaimLayer", "Engine", "Recomputer", "Sharded", "StorageBackend"]
 
 ClaimLayer: TypeAlias = Callable[[TileWork, int], Claim]
 """Asked by the compute thread right before each layer; answers within microseconds."""
@@ -130,6 +130,23 @@ class StorageBackend(ABC):
         """
         return _no_loan
 
+    def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
+        """For ``ttl`` seconds these chunks count ``priority`` times what they seem worth; fading.
+
+        Advice, for decorators that evict: as :meth:`distrust`, others need not heed it.
+
+        Raises:
+            ValueError: one of the numbers is not positive.
+        """
+        return
+
+    def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
+        """Let these chunks leave last for ``ttl`` seconds; returns how many bytes are pinned so.
+
+        Advice like :meth:`hint`: 0 where nobody heeds it.
+        """
+        return 0
+
     @abstractmethod
     async def aclose(self) -> None:
         """Release everything, in bounded time even with I/O hung. Idempotent."""
@@ -137,6 +154,32 @@ class StorageBackend(ABC):
 
 def _no_loan() -> None:
     """The end of a loan of which no use was made."""
+
+
+class ChatTemplate(Protocol):
+    """How a model reads messages, and how its tokens are read. Called on threads: may take long."""
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The prompt that ``messages`` (with ``role``, ``content`` ...) are, as tokens.
+
+        Raises:
+            ConfigError: the model's template does not take them; says why.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``, special tokens left out."""
+        ...
 
 
 class Recomputer(Protocol):
@@ -245,6 +288,11 @@ class Engine(Recomputer, Protocol):
         """The model's context length in tokens."""
         ...
 
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """How the model reads messages; None where it comes without a template for them."""
+        ...
+
     def segments(self, request_id: str) -> tuple[Segment, ...]:
         """How the tokens that are in the KV cache were computed (or loaded), in order."""
         ...
@@ -257,12 +305,40 @@ class Engine(Recomputer, Protocol):
         """Append prompt tokens to an open request whose KV so far stays; see :meth:`open`."""
         ...
 
+    async def fork(self, source_id: str, request_id: str, tokens: int) -> None:
+        """Open ``request_id`` with the first ``tokens`` tokens of ``source_id``, KV included, whose
+        KV must be complete. Whole pages are shared, the last one is copied.
+
+        Raises:
+            CapacityError: no KV memory is left for the copy.
+        """
+        ...
+
+    async def truncate(self, request_id: str, tokens: int) -> None:
+        """Forget all but the first ``tokens`` tokens, whose KV must be complete (0 < ``tokens``).
+
+        What others share with the request stays as it is. Waits for work that still touches the
+        KV. If it is cancelled or fails, nothing has changed.
+
+        Raises:
+            CapacityError: the last page is shared, and no KV memory is left for a copy of it.
+        """
+        ...
+
     async def first_token(self, request_id: str) -> int:
         """Greedy token after the last prompt token; the suffix must have been computed."""
         ...
 
     async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
-        """Append one token to each request and return the next greedy token of each."""
+        """Append one token to each request and return the next greedy token of each.
+
+        In float32 these are the tokens that each request would get alone. A call that is cancelled
+        ends the step all the same.
+
+        Raises:
+            CapacityError: no KV memory is left; no request was given a token.
+            ClosedError: one of them is not open; no request was given a token.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -23,6 +23,7 @@ from cacheflow.kv.keys import (
     model_id,
     parse_name,
     tenant_id,
+    tenant_salt,
 )
 from cacheflow.kv.provenance import (
     canonical_tokens,
@@ -57,6 +58,7 @@ __all__ = [
     "parse_name",
     "seal",
     "tenant_id",
+    "tenant_salt",
     "verify",
     "verify_heads",
     "wsum",

@@ -29,6 +29,7 @@ __all__ = [
     "model_id",
     "parse_name",
     "tenant_id",
+    "tenant_salt",
 ]
 
 KEY_FORMAT: Final = 1
@@ -70,6 +71,17 @@ def tenant_id(salt: bytes = b"") -> bytes:
     A digest of the salt, so a salt that can be guessed can be confirmed: take a long random one.
     """
     return hashlib.sha256(b"cacheflow/tenant\0" + _field(salt)).digest()[:16]
+
+
+def tenant_salt(salt: bytes, tenant: str) -> bytes:
+    """The salt of one tenant of many: the operator's ``salt`` itself for the unnamed one.
+
+    Who does not know ``salt`` cannot tell the others' either, however well their names can be
+    guessed.
+    """
+    if not tenant:
+        return salt
+    return hashlib.sha256(b"cacheflow/salt\0" + _field(salt) + _field(tenant)).digest()
 
 
 def chunk_keys(

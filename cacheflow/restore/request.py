@@ -11,6 +11,7 @@ from cacheflow.types import RequestSpec, Segment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cacheflow.kv import Stamp
     from cacheflow.tiers import Located
     from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, TileGrid
 
@@ -31,6 +32,8 @@ class RestoreRequest:
     """Higher goes first, whatever the objective."""
     deadline: float | None = None
     """When the first token is wanted, on the restorer's clock."""
+    stamp: Stamp | None = None
+    """Whose chunks are taken; None: the restorer's."""
 
     def spec(self, layout: KVLayout, grid: TileGrid, stored: int | None = None) -> RequestSpec:
         """Positions only. At least the last token is always computed, so a prompt that is stored

@@ -292,7 +292,7 @@ class Restorer:
                     self.channels[name],
                     keys,
                     self.shard,
-                    self.stamp,
+                    job.request.stamp or self.stamp,
                     allow_lossy=self._allow_lossy,
                 )
         except (

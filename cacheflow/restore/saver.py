@@ -71,9 +71,8 @@ class Saver:
         self._pulse = Pulse()
         self._turns = Turns()
         self._shard = shard_of(engine)
-        shared = Shared(
-            self._shard, stamp, staged, self._turns, self._pulse, clock, observer, deadline
-        )
+        shared = Shared(self._shard, staged, self._turns, self._pulse, clock, observer, deadline)
+        self._stamp = stamp
         share = (pool.capacity // 2 if max_bytes is None else max_bytes) // max(len(channels), 1)
         self._writers = {
             name: TierWriter(name, backend, shared, share) for name, backend in channels.items()
@@ -81,7 +80,7 @@ class Saver:
         self._policy = policy or WriteAll()
         self._saves: OrderedDict[Save, None] = OrderedDict()
         """Those that are not settled, the oldest first."""
-        self._sealer = Sealer(engine, pool, stamp)
+        self._sealer = Sealer(engine, pool)
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -119,8 +118,11 @@ class Saver:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def save(self, request_id: str, keys: Sequence[ChunkKey]) -> dict[str, Saved]:
-        """Have the chunks called ``keys`` stored (the leading whole chunks whose KV is complete).
+    def save(
+        self, request_id: str, keys: Sequence[ChunkKey], stamp: Stamp | None = None
+    ) -> dict[str, Saved]:
+        """Have the chunks called ``keys`` stored (the leading whole chunks whose KV is complete),
+        under ``stamp`` if it is not the saver's own.
 
         Returns at once what each tier will have done, counted on while it does it. A tier that
         fails loses its copies, not the others'.
@@ -130,13 +132,17 @@ class Saver:
         """
         skipped = self._skipped(keys)
         indices = range(skipped, len(keys))
-        saved = self._begin(request_id, keys, dict.fromkeys(self._writers, indices))
+        saved = self._begin(request_id, keys, dict.fromkeys(self._writers, indices), stamp)
         for each in saved.values():
             each.skipped = skipped
         return saved
 
     def promote(
-        self, request_id: str, keys: Sequence[ChunkKey], chunks: Mapping[str, Sequence[int]]
+        self,
+        request_id: str,
+        keys: Sequence[ChunkKey],
+        chunks: Mapping[str, Sequence[int]],
+        stamp: Stamp | None = None,
     ) -> dict[str, Saved]:
         """Have some chunks, by index, stored in some tiers, as :meth:`save` does with all of them.
 
@@ -147,6 +153,7 @@ class Saver:
             request_id,
             keys,
             {tier: [i for i in indices if i >= skipped] for tier, indices in chunks.items()},
+            stamp,
         )
 
     def _skipped(self, keys: Sequence[ChunkKey]) -> int:
@@ -155,7 +162,11 @@ class Saver:
         return min(self._policy.skipped(len(keys)), len(keys))
 
     def _begin(
-        self, request_id: str, keys: Sequence[ChunkKey], chunks: Mapping[str, Sequence[int]]
+        self,
+        request_id: str,
+        keys: Sequence[ChunkKey],
+        chunks: Mapping[str, Sequence[int]],
+        stamp: Stamp | None,
     ) -> dict[str, Saved]:
         if self._group is None:
             raise ClosedError("CacheFlow was closed before this could be saved")
@@ -163,7 +174,9 @@ class Saver:
         canonical = canonical_tokens(segments, self._engine.grid)
         size = self._engine.layout.chunk_tokens
         exact = exact_tokens(segments, size * len(keys))
-        save = Save(request_id, keys, segments, canonical // size, exact // size)
+        save = Save(
+            request_id, keys, segments, canonical // size, exact // size, stamp or self._stamp
+        )
         for tier, indices in chunks.items():
             save.saved[tier] = Saved(pending=len(indices))
             if indices:
@@ -182,6 +195,15 @@ class Saver:
             async with asyncio.timeout(timeout):
                 await self._pulse.until(lambda: all(save.is_settled for save in self._saves))
         return all(save.is_settled for save in self._saves)
+
+    def is_settled(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether nothing of a prompt with these keys is still to be stored."""
+        # Keys are chained: who shares anything shares the first one.
+        return all(s.is_settled or tuple(s.keys[:1]) != tuple(keys[:1]) for s in self._saves)
+
+    async def settled(self, keys: Sequence[ChunkKey]) -> None:
+        """Wait for that."""
+        await self._pulse.until(lambda: self.is_settled(keys))
 
     async def release(self, request_ids: Collection[str], patience: float = 0.0) -> None:
         """These requests are about to be closed: copy what is to be stored of them.

@@ -20,7 +20,6 @@ from cacheflow.types import ObjectKey, Shard, Span, StagedPart, Write
 
 if TYPE_CHECKING:
     from cacheflow.abc import Engine, Recomputer
-    from cacheflow.kv import Stamp
     from cacheflow.memory import Lease, StagingPool
     from cacheflow.restore.writes import Save
 
@@ -40,13 +39,12 @@ def shard_of(engine: Recomputer) -> Shard:
 
 
 class Sealer:
-    """Makes copies out of ``engine`` in leases of ``pool``. ``stamp`` is written into each."""
+    """Makes copies out of ``engine`` in leases of ``pool``."""
 
-    def __init__(self, engine: Engine, pool: StagingPool, stamp: Stamp) -> None:
+    def __init__(self, engine: Engine, pool: StagingPool) -> None:
         self._engine = engine
         self._shard = shard_of(engine)
         self._pool = pool
-        self._stamp = stamp
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
 
     async def copy(self, save: Save, index: int) -> Copy | None:
@@ -97,7 +95,7 @@ class Sealer:
             grid_id=self._engine.grid_id,
             segments=clip_segments(save.segments, tokens),
             canonical=save.is_canonical(index),
-            stamp=self._stamp,
+            stamp=save.stamp,
             lossy=save.is_lossy(index),
         )
         return Write(info, (buffer_from(header), lease.buffer))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import StorageBackend
     from cacheflow.clock import Clock
-    from cacheflow.kv import Stamp
     from cacheflow.restore.tasks import Pulse
     from cacheflow.restore.turns import Turns
     from cacheflow.restore.writes import Save
@@ -62,8 +61,6 @@ class Shared:
 
     shard: Shard
     """What of the model's KV is stored here."""
-    stamp: Stamp
-    """Who stores: copies of others are none."""
     staged: StagedCopies
     turns: Turns
     pulse: Pulse
@@ -129,7 +126,7 @@ class TierWriter:
         """Chunks of which nothing as good as ours is stored."""
         async with asyncio.timeout(self._shared.deadline):
             found = await self._backend.lookup(keys)
-        shard, stamp = self._shared.shard, self._shared.stamp
+        shard, stamp = self._shared.shard, save.stamp
 
         def better() -> list[int]:
             return [

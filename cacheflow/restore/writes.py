@@ -15,6 +15,7 @@ from cacheflow.tiers.ranks import rank_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from cacheflow.kv import Stamp
     from cacheflow.restore.turns import Turn
     from cacheflow.tiers.ranks import Rank
     from cacheflow.tiers.staged import Copy
@@ -51,6 +52,8 @@ class Save:
     canonical_chunks: int
     exact_chunks: int
     """Leading chunks that no lossy codec has touched."""
+    stamp: Stamp
+    """Who stores."""
     saved: dict[str, Saved] = field(default_factory=dict)
     """By tier."""
     asking: int = 0

@@ -8,6 +8,7 @@ most urgent request first, and what that one leaves idle goes to the next.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from heapq import heappop
 from typing import TYPE_CHECKING, Final
 
@@ -93,6 +94,16 @@ class BatchScheduler(Ranking):
                 if frontier.policy.plans:
                     frontier.plan(*self._backlog(frontier))
                 now = self._clock.now()
+                self._lead_if_more_urgent(frontier, now)
+                self._changed(frontier, now)
+
+    def raise_priority(self, request_id: str, priority: int) -> None:
+        """Somebody waits for a request that was admitted (or not yet) at a lower priority."""
+        frontier = self._requests.get(request_id)
+        if frontier is not None and priority > frontier.spec.priority:
+            with self._gate:
+                now = self._clock.now()
+                frontier.spec = replace(frontier.spec, priority=priority)
                 self._lead_if_more_urgent(frontier, now)
                 self._changed(frontier, now)
 

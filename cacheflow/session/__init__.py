@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from cacheflow.session.conversation import Generation, Session
+from cacheflow.session.conversation import Session
 from cacheflow.session.flow import TOKENS_IN_ONE_GO, CacheFlow
+from cacheflow.session.report import Generation, Usage
 
-__all__ = ["TOKENS_IN_ONE_GO", "CacheFlow", "Generation", "Session"]
+__all__ = ["TOKENS_IN_ONE_GO", "CacheFlow", "Generation", "Session", "Usage"]

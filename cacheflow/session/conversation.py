@@ -1,212 +1,326 @@
-"""One conversation: its turns, what of it is in memory, and what each turn did."""
+"""One conversation: its history, its turns, its forks, and advice about it."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from cacheflow.errors import ConfigError
-from cacheflow.restore import Restoration, RestoreRequest
-from cacheflow.restore.answered import first_token
-from cacheflow.scheduling import load_policy
-from cacheflow.tiers.promotion import promotions
-from cacheflow.types import Span
+from cacheflow.errors import ClosedError, ConfigError
+from cacheflow.session.advice import Advice, State, advice_of, tell_tiers
+from cacheflow.session.prefetch import Prefetch
+from cacheflow.session.prompts import (
+    agreeing,
+    check_fits,
+    read_prompt,
+    seconds,
+    stop_set,
+    whole_number,
+)
+from cacheflow.session.report import Generation
+from cacheflow.session.resident import Resident
+from cacheflow.session.turn import Ask, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
-    from cacheflow.restore.saver import Saved
     from cacheflow.session.flow import CacheFlow
+    from cacheflow.session.prompts import Prompt
+    from cacheflow.session.tenants import Tenant
     from cacheflow.types import ChunkKey
 
-__all__ = ["FORGET_SECONDS", "Generation", "Session"]
+__all__ = ["FORGET_SECONDS", "Session"]
 
 FORGET_SECONDS: Final = 1.0
 """Forgetting waits this long for room to copy what is still to be stored."""
 
 
-@dataclass(slots=True)
-class Generation:
-    """What a :meth:`Session.generate` did, filled in as it goes."""
-
-    restoration: Restoration | None = None
-    ttft_seconds: float | None = None
-    """From arrival to the first token."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV was resident or stored somewhere."""
-    saved: dict[str, Saved] | None = None
-    """By tier; counted on behind the request until nothing is ``pending``: see
-    :meth:`CacheFlow.flush`."""
-
-
 class Session:
-    """One conversation. Its KV stays in memory between turns until :meth:`forget`."""
+    """One conversation, made by :meth:`CacheFlow.session`. Its KV stays in memory between turns
+    until :meth:`forget`, or until others need the room."""
 
-    def __init__(self, flow: CacheFlow, session_id: str) -> None:
+    def __init__(
+        self, flow: CacheFlow, session_id: str, tenant: Tenant, ttl: float | None, priority: int
+    ) -> None:
         self.id = session_id
+        self.ttl = ttl
+        """Seconds without use after which it is closed; None: never."""
+        self.priority = priority
+        """Of its restores: higher goes before others, whatever the objective."""
+        self.used_at = flow.clock.now()
         self._flow = flow
-        self._request: str | None = None
-        self._tokens: list[int] = []
-        """Tokens whose KV the engine holds."""
-        self._keys: Sequence[ChunkKey] = ()
-        """Keys of leading chunks of these tokens: the next turn goes on from them."""
+        self._tenant = tenant
+        self._history: list[int] = []
+        self.keys: Sequence[ChunkKey] = ()
+        """Of leading chunks of the history, in memory or not."""
+        self._kv = Resident(flow, self)
+        self._advice = Advice()
         self._busy = asyncio.Lock()
+        self._prefetch: Prefetch | None = None
+        self._closed = False
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self._tenant.name
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The history: the last prompt and what was generated behind it."""
+        return tuple(self._history)
 
     @property
     def resident_tokens(self) -> int:
         """Tokens of this session whose KV is in memory."""
-        return len(self._tokens)
+        return len(self._kv.tokens)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being done for it."""
+        return not self._busy.locked()
+
+    @property
+    def wanted(self) -> tuple[float, float, float]:
+        """How much its KV is wanted in memory: the least is forgotten first when room is short."""
+        return (*self._advice.standing(self._flow.clock.now()), self.used_at)
+
+    @property
+    def requests(self) -> list[str]:
+        """What is open for it in the engine."""
+        return self._kv.requests
+
+    def divergence(self, prompt: Sequence[int]) -> int | None:
+        """Index of the first token at which ``prompt`` leaves the history; None where it goes on
+        from it, or ends before it does."""
+        same = agreeing(self._history, prompt)
+        return same if same < min(len(self._history), len(prompt)) else None
 
     async def generate(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         max_new_tokens: int = 128,
         stop_tokens: Collection[int] = (),
         policy: str | None = None,
-        priority: int = 0,
+        priority: int | None = None,
         deadline: float | None = None,
         save: bool = True,
         report: Generation | None = None,
     ) -> AsyncIterator[int]:
         """Greedy tokens after ``prompt`` (the whole history), as they are made.
 
+        ``prompt``: token ids, or chat messages, which the model's template renders together with
+        ``tools``; then the template's stop tokens stop as well.
+
         What is resident is used, what is stored is restored, the rest is computed; afterwards the
         whole chunks of the history are stored behind the request (``save``), where they are found
-        at once. Abandoning the iterator (``aclose``, or the last reference to it dropped) keeps the
-        session usable: it forgets its resident KV. Until then the next turn waits for it.
+        at once. Cancelling it, or abandoning the iterator (``aclose``, or the last reference to it
+        dropped), keeps the session usable and the KV that is complete; until then the next turn
+        waits for it. A prefetch of the same prompt that is under way is waited for.
 
-        ``policy``: instead of the setting's. ``priority``: higher goes before others, whatever the
-        objective. ``deadline``: seconds from now in which the first token is wanted (objective
-        ``deadline`` serves the earliest first).
+        ``policy``: instead of the setting's. ``priority``: instead of the session's. ``deadline``:
+        seconds from now in which the first token is wanted (objective ``deadline`` serves the
+        earliest first).
 
         Raises:
-            ConfigError: the prompt is empty, too long for the model, or holds an impossible token.
-            CapacityError: the engine has no KV memory left.
+            ConfigError: the prompt is empty, too long for the model, or holds an impossible token,
+                or an argument cannot be used.
+            CapacityError: the engine has no KV memory left, and no idle session could make room.
+            ClosedError: the session is closed, or was forgotten or closed meanwhile.
         """
-        report = report if report is not None else Generation()
-        arrival = self._flow.clock.now()
-        self._check(prompt, max_new_tokens)
-        prompt = _as_it_is_now(prompt)  # the caller may go on with it while we wait
+        arrival, report = self._flow.clock.now(), report if report is not None else Generation()
+        new = whole_number("max_new_tokens", max_new_tokens, 1)
+        due, stops = seconds("deadline", deadline), stop_set(stop_tokens)
+        rank = self.priority if priority is None else whole_number("priority", priority)
+        tokens, ends = await read_prompt(prompt, tools, self._flow.engine.chat)
+        check_fits(tokens, new, self._flow.engine.max_tokens)
+        ask = Ask(tokens, arrival, policy, rank, None if due is None else arrival + due)
+        self._overtake(ask)
         async with self._busy:
-            known = self._keys if self._is_extended_by(prompt) else ()
-            keys = await self._flow._keys_in_pieces(prompt, known)
+            turn = self._begin(ask, report)
             try:
-                request_id, resident = await self._open(prompt)
-                request = RestoreRequest(
-                    request_id,
-                    prompt,
-                    keys,
-                    arrival,
-                    resident,
-                    priority,
-                    None if deadline is None else arrival + deadline,
-                )
-                await self._restore(request, policy, report)
-                token = await self._flow.engine.first_token(request_id)
-                self._answered(request, report)
-                self._promote(request, report)
-                for made in range(1, max_new_tokens + 1):
+                await turn.restore()
+                self._history = list(tokens)
+                token = await turn.first()
+                while True:
+                    self._history.append(token)
+                    report.usage.completion_tokens += 1
+                    if token in stops | ends:
+                        report.finish_reason = "stop"
+                    elif report.usage.completion_tokens == new:
+                        report.finish_reason = "length"
                     yield token
-                    if token in stop_tokens or made == max_new_tokens:
+                    if report.finish_reason is not None:
                         break
-                    self._tokens.append(token)
-                    token = (await self._flow.engine.decode([request_id], [token]))[0]
+                    token = await turn.next(token)
                 if save:
-                    report.saved = await self._save(request_id)
-            except BaseException:
-                # Half a turn is in the KV cache: what the engine holds is no longer known.
-                await self._close()
+                    await turn.save()
+            except BaseException as error:
+                await turn.broke(error, save=save)
                 raise
+            finally:
+                self._after(turn)
+
+    async def prefetch(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        policy: str | None = None,
+        priority: int | None = None,
+        report: Generation | None = None,
+    ) -> None:
+        """Restore the KV of ``prompt`` (None: of the history) without generating, for instance
+        while a tool runs. A turn that goes on from it waits for its end, and lends it its own
+        priority; any other turn ends it.
+
+        ``priority``: None for one less than the session's, so that turns of others go first.
+
+        Raises:
+            ConfigError: as :meth:`generate`.
+            CapacityError: as :meth:`generate`.
+            ClosedError: as :meth:`generate`.
+        """
+        arrival, report = self._flow.clock.now(), report if report is not None else Generation()
+        tokens: Sequence[int] = self._history[:]
+        if prompt is not None:
+            tokens, _ = await read_prompt(prompt, tools, self._flow.engine.chat)
+        check_fits(tokens, 1, self._flow.engine.max_tokens)
+        rank = self.priority - 1 if priority is None else whole_number("priority", priority)
+        ask = Ask(tokens, arrival, policy, rank)
+        self._overtake(ask)
+        async with self._busy:
+            if agreeing(self._kv.tokens, tokens) < len(tokens):
+                turn = self._begin(ask, report)
+                self._prefetch = Prefetch(turn, tokens)
+                try:
+                    await self._prefetch.run()
+                finally:
+                    self._prefetch = None
+                    self._after(turn)
+
+    async def fork(self, session_id: str | None = None) -> Session:
+        """A new session that goes on from here, of the same tenant, with the same history.
+
+        KV in memory is shared, but for a copy of the last page; a turn under way is waited for.
+
+        Raises:
+            ConfigError: there is such a session already.
+            CapacityError: there is no KV memory for the copy.
+        """
+        made = self._flow.new_session(session_id, self._tenant, self.ttl, self.priority)
+        async with self._busy:
+            self._check_open()
+            made._history = self._history[:]
+            if self._kv.request is not None:
+                await made._kv.adopt(self._kv)
+            self._touch()
+        return made
+
+    async def truncate(self, to: int) -> None:
+        """Forget all but the first ``to`` tokens of the history; what is stored stays. A turn under
+        way is waited for.
+
+        Raises:
+            ConfigError: the history has fewer tokens.
+            CapacityError: there is no KV memory for a copy of a page that is shared.
+        """
+        to = whole_number("to", to, 0)
+        async with self._busy:
+            self._check_open()
+            if to > len(self._history):
+                raise ConfigError(f"{self._kv.name} has {len(self._history)} tokens, not {to}")
+            kept = min(to, agreeing(self._kv.tokens, self._history))
+            await self._kv.cut(kept, FORGET_SECONDS)
+            self._history = self._history[:to]
+            self.keys = self.keys[: to // self._flow.engine.layout.chunk_tokens]
+            self._touch()
+
+    async def hint(
+        self,
+        state: State | None = None,
+        eta: float | None = None,
+        ttl: float | None = None,
+        priority: float | None = None,
+    ) -> None:
+        """Advice about what comes next; it never changes an output.
+
+        ``state``: ``active``, ``waiting`` (for a tool: back in ``eta`` seconds or so), ``idle`` or
+        ``done``. It decides whose KV leaves memory first when room is short, and how much the
+        stored chunks count against others: ``priority`` times what they seem worth, for ``ttl``
+        seconds. With ``waiting`` and ``eta`` they are pinned as well, within ``pin_bytes``.
+
+        Raises:
+            ConfigError: there is no such state, or a number is not positive.
+        """
+        self._advice = advice_of(state, eta, ttl, priority, self._flow.clock.now())
+        self._touch()
+        await self._tell_tiers(self._advice, self.keys)
 
     async def forget(self) -> None:
-        """Drop the KV from memory; what is stored, or waits to be, stays.
+        """Drop the KV from memory; the history, and what is stored or waits to be, stays.
 
         What is to be stored and finds no room to wait within a second is dropped, and counted:
-        ``flush`` before, if all of it matters.
+        ``flush`` before, if all of it matters. A turn under way ends with a ClosedError.
         """
-        await self._close(FORGET_SECONDS)
+        await self._kv.drop(FORGET_SECONDS)
 
-    async def _close(self, patience: float = 0.0) -> None:
-        request_id, self._request = self._request, None
-        self._tokens, self._keys = [], ()
-        self._flow._resident.discard(self)
-        if request_id is None:
+    async def close(self) -> None:
+        """The session ends: its KV leaves memory, but for what others share, and the tiers may let
+        go first what no other session had. A turn under way ends with a ClosedError. Idempotent.
+        """
+        if self._closed:
             return
-        self._flow.restorer.withdraw(request_id)
+        self._closed = True
         try:
-            await self._flow._saver.release([request_id], patience)
+            await self._kv.drop(FORGET_SECONDS)
         finally:
-            await self._flow.engine.close(request_id)
-
-    def _answered(self, request: RestoreRequest, report: Generation) -> None:
+            only_here = self._flow.discard(self, self.keys)
         now = self._flow.clock.now()
-        report.ttft_seconds = now - request.arrival
-        assert report.restoration is not None, "a restored request has a report"
-        layout = self._flow.engine.layout
-        self._flow.restorer.emit(first_token(request, report.restoration, layout, now))
+        await self._tell_tiers(advice_of("done", None, None, None, now), only_here)
 
-    def _check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        if not len(prompt):
-            raise ConfigError("the prompt is empty: give at least one token")
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        longest = self._flow.engine.max_tokens
-        if len(prompt) + max_new_tokens - 1 > longest:
-            raise ConfigError(
-                f"prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} do not fit "
-                f"the model's context of {longest} tokens: shorten one of them"
-            )
+    async def make_way(self) -> None:
+        """Drop the KV of an idle session from memory for others."""
+        async with self._busy:
+            await self._kv.drop()
 
-    async def _open(self, prompt: Sequence[int]) -> tuple[str, int]:
-        """Continue the resident request if the prompt extends it, else open a new one."""
-        if self._request and self._is_extended_by(prompt):
-            held = len(self._tokens)
-            await self._flow.engine.extend(self._request, prompt[held:])
-            return self._request, held
-        await self._close()
-        self._request = f"{self.id}/{next(self._flow._turns)}"
-        self._flow._resident.add(self)
-        await self._flow.engine.open(self._request, prompt)
-        return self._request, 0
+    async def drop(self) -> None:
+        """:meth:`forget` without patience."""
+        await self._kv.drop()
 
-    def _is_extended_by(self, prompt: Sequence[int]) -> bool:
-        held = len(self._tokens)
-        return 0 < held < len(prompt) and list(prompt[:held]) == self._tokens
+    async def _tell_tiers(self, advice: Advice, keys: Sequence[ChunkKey]) -> None:
+        """Now, and once more when what waits to be stored is stored."""
+        tiers = self._flow.backends.values()
+        tell_tiers(tiers, keys, advice)
+        if not self._flow.saver.is_settled(keys):
 
-    async def _restore(
-        self, request: RestoreRequest, policy: str | None, report: Generation
-    ) -> None:
-        chosen = load_policy(policy or self._flow.settings.policy)
-        restoration = await self._flow.restorer.run(request, chosen)
-        if restoration.prefix_tokens:
-            span = Span(0, restoration.prefix_tokens)
-            self._flow.engine.set_segments(request.id, span, restoration.segments)
-        self._tokens, self._keys = list(request.tokens), request.keys
-        self._flow.restorer.offer(request.id, request.keys, self._flow.engine.segments(request.id))
-        report.restoration = restoration
-        report.cached_tokens = request.resident or restoration.stored_tokens
+            async def later() -> None:
+                await self._flow.saver.settled(keys)
+                if self._advice is advice or self._closed:
+                    tell_tiers(tiers, keys, advice)
 
-    def _promote(self, request: RestoreRequest, report: Generation) -> None:
-        """What slow tiers delivered is copied to the faster ones, behind the request."""
-        assert report.restoration is not None
-        wanted = promotions(tuple(self._flow.backends), report.restoration.loaded_chunks)
-        if wanted:
-            self._flow._saver.promote(request.id, request.keys, wanted)
+            self._flow.behind(later())
 
-    async def _save(self, request_id: str) -> dict[str, Saved]:
-        tokens = self._tokens
-        keys = await self._flow._keys_in_pieces(tokens, self._keys)
-        if self._tokens is tokens:  # not forgotten meanwhile
-            self._keys = keys
-        saved = self._flow._saver.save(request_id, keys)
-        await asyncio.sleep(0)  # what comes next does not share a turn of the loop with the keys
-        return saved
+    def _overtake(self, ask: Ask) -> None:
+        """A turn or prefetch is about to wait for the session."""
+        self._check_open()
+        if self._prefetch is not None:
+            self._prefetch.overtaken(ask.tokens, ask.priority)
 
+    def _begin(self, ask: Ask, report: Generation) -> Turn:
+        self._check_open()  # it was waited for
+        return Turn(self._flow, self._kv, self._tenant, ask, report)
 
-def _as_it_is_now(prompt: Sequence[int]) -> Sequence[int]:
-    """A copy. Of an array or tensor the numbers: its slices are views, and ``+`` adds them up."""
-    numbers = None if isinstance(prompt, memoryview) else getattr(prompt, "tolist", None)
-    copied: Sequence[int] = prompt[:] if numbers is None else numbers()
-    return copied
+    def _after(self, turn: Turn) -> None:
+        """A turn is over, well or not."""
+        if turn.restored:
+            self.keys = self._kv.keys or self.keys
+        self._touch()
+
+    def _touch(self) -> None:
+        self.used_at = self._flow.clock.now()
+        self._flow.touched(self)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._kv.name} is closed: ask CacheFlow for a new one")

@@ -8,13 +8,20 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-from cacheflow.kv import chunk_keys, extend_keys, key_root
+from cacheflow.errors import ConfigError
+from cacheflow.kv import chunk_keys, extend_keys
+from cacheflow.session.background import Background
 from cacheflow.session.conversation import FORGET_SECONDS, Session
+from cacheflow.session.decoding import DecodeLoop
 from cacheflow.session.opening import open_parts
+from cacheflow.session.prompts import seconds, whole_number
+from cacheflow.session.room import Room
+from cacheflow.session.tenants import Tenant, tenant_of
 from cacheflow.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+    from typing import Any
 
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.costs import ComputeModel
@@ -36,13 +43,16 @@ class CacheFlow:
         self.backends = parts.backends
         self.restorer = parts.restorer
         self.clock = parts.clock
-        self._saver = parts.saver
-        self._sessions: WeakValueDictionary[str, Session] = WeakValueDictionary()
-        """Known as long as anybody, or :attr:`_resident`, has them."""
+        self.saver = parts.saver
+        self.decoding = DecodeLoop(engine)
+        self._sessions: WeakValueDictionary[tuple[str, str], Session] = WeakValueDictionary()
+        """By tenant and id; known as long as anybody, or one of the sets here, has them."""
         self._resident: set[Session] = set()
         """Sessions with KV in memory."""
-        self._turns = count(1)
-        self._root = key_root(engine.identity, settings.salt_bytes)
+        self._background = Background(parts.clock)
+        self.room = Room(self._resident)
+        self._numbers = count(1)
+        self._tenant = tenant_of("", settings, engine)
 
     @classmethod
     @asynccontextmanager
@@ -68,49 +78,116 @@ class CacheFlow:
         async with AsyncExitStack() as stack:
             parts = await open_parts(settings, engine, stack, backends, observer, compute)
             flow = cls(settings, engine, parts)
+            await stack.enter_async_context(flow._background.running())
+            await stack.enter_async_context(flow.decoding.running())
             stack.push_async_callback(flow.forget)
             stack.push_async_callback(flow.flush, settings.flush_seconds)
             yield flow
 
-    def session(self, session_id: str) -> Session:
-        """The session called ``session_id``, new or known.
+    def session(
+        self,
+        session_id: str | None = None,
+        *,
+        tenant: str = "",
+        ttl: float | None = None,
+        priority: int = 0,
+    ) -> Session:
+        """The session of ``tenant`` called ``session_id``, new or known; None: a new one.
 
-        It stays known while its KV is in memory, or while you hold it.
+        It stays known while its KV is in memory, while you hold it, or for ``ttl`` seconds after
+        its last use, when it is closed. ``priority``: of its restores. A tenant finds nothing of
+        what another one stored. What is said of a known session replaces what was said before.
+
+        Raises:
+            ConfigError: one of these cannot be.
         """
-        session = self._sessions.get(session_id)
-        if session is None:
-            session = self._sessions[session_id] = Session(self, session_id)
-        return session
+        known = None if session_id is None else self._sessions.get((tenant, session_id))
+        if known is None:
+            owner = tenant_of(tenant, self.settings, self.engine) if tenant else self._tenant
+            return self.new_session(session_id, owner, ttl, priority)
+        known.ttl = seconds("ttl", ttl) if ttl is not None else known.ttl
+        known.priority = priority or known.priority
+        self._background.watch(known)
+        return known
+
+    def new_session(
+        self, session_id: str | None, tenant: Tenant, ttl: float | None, priority: int
+    ) -> Session:
+        """A session that was not known before; see :meth:`session`.
+
+        Raises:
+            ConfigError: there is such a session, or one of these cannot be.
+        """
+        if session_id is None:
+            session_id = f"session-{next(self._numbers)}"
+        if not isinstance(session_id, str) or not session_id:
+            raise ConfigError(f"a session's id is a text, got {session_id!r}")
+        if (tenant.name, session_id) in self._sessions:
+            raise ConfigError(f"there is a session {session_id!r} already")
+        rank = whole_number("priority", priority)
+        made = Session(self, session_id, tenant, seconds("ttl", ttl), rank)
+        self._sessions[tenant.name, session_id] = made
+        self._background.watch(made)
+        return made
 
     def keys(self, tokens: Sequence[int]) -> tuple[ChunkKey, ...]:
         """Keys of the whole chunks of ``tokens`` under this model and salt, all in one go: 128k
         tokens take some 7 ms."""
-        return chunk_keys(self._root, tokens, self.engine.layout.chunk_tokens)
+        return chunk_keys(self._tenant.root, tokens, self.engine.layout.chunk_tokens)
 
     async def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was generated so far is stored, at most ``timeout`` seconds.
 
         Returns whether it is (or was dropped, and counted); what is not goes on being stored.
         Leaving CacheFlow does this for ``flush_seconds`` and drops the rest.
+
+        Raises:
+            ConfigError: ``timeout`` is not a number of seconds.
         """
-        return await self._saver.flush(timeout)
+        return await self.saver.flush(seconds("timeout", timeout))
 
     async def forget(self) -> None:
         """Drop the KV of every session from memory, as :meth:`Session.forget` does."""
         sessions = list(self._resident)
         try:
-            open_ = [session._request for session in sessions if session._request]
-            await self._saver.release(open_, FORGET_SECONDS)
+            open_ = [each for session in sessions for each in session.requests]
+            await self.saver.release(open_, FORGET_SECONDS)
         finally:
             for session in sessions:
-                await session._close()
+                await session.drop()
 
-    async def _keys_in_pieces(
-        self, tokens: Sequence[int], known: Sequence[ChunkKey]
+    # -- for its sessions ----------------------------------------------------------------------
+
+    def new_request(self, name: str) -> str:
+        """An id that no request of this flow has had."""
+        return f"{name}/{next(self._numbers)}"
+
+    def changed(self, session: Session) -> None:
+        """The session holds KV memory now, or holds none any more."""
+        (self._resident.add if session.requests else self._resident.discard)(session)
+
+    def touched(self, session: Session) -> None:
+        """The session was used."""
+        self._background.watch(session)
+
+    def discard(self, session: Session, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The session is closed. Returns those of its ``keys`` that no other session has."""
+        self._background.forget(session)
+        if self._sessions.get((session.tenant, session.id)) is session:
+            del self._sessions[session.tenant, session.id]
+        others = {key for each in self._sessions.values() for key in each.keys}
+        return [key for key in keys if key not in others]
+
+    def behind(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do ``work`` behind the sessions; given up when the flow is closed."""
+        self._background.spawn(work)
+
+    async def keys_in_pieces(
+        self, root: bytes, tokens: Sequence[int], known: Sequence[ChunkKey]
     ) -> tuple[ChunkKey, ...]:
-        """:meth:`keys` without blocking the loop. ``known``: those of the leading chunks."""
+        """Keys under ``root`` without blocking the loop. ``known``: those of leading chunks."""
         keys, size = list(known), self.engine.layout.chunk_tokens
         while True:
-            if extend_keys(keys, self._root, tokens, size, limit=TOKENS_IN_ONE_GO):
+            if extend_keys(keys, root, tokens, size, limit=TOKENS_IN_ONE_GO):
                 return tuple(keys)
             await asyncio.sleep(0)

@@ -112,6 +112,12 @@ class Encoded(StorageBackend):
     def lend(self, memory: Buffer) -> Callable[[], None]:
         return self.inner.lend(memory)
 
+    def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
+        self.inner.hint(keys, priority, ttl)
+
+    def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
+        return self.inner.pin(keys, ttl)
+
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return await self.inner.delete(keys)
 

@@ -217,6 +217,12 @@ class Guarded(StorageBackend):
     def lend(self, memory: Buffer) -> Callable[[], None]:
         return self.inner.lend(memory)
 
+    def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
+        self.inner.hint(keys, priority, ttl)
+
+    def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
+        return self.inner.pin(keys, ttl)
+
     def _judge(self, key: ObjectKey, status: TransferStatus) -> None:
         """What a failed read says of the tier; an object that cannot be had is a miss from now."""
         if status is TransferStatus.LATE:

@@ -16,6 +16,7 @@ import torch
 from cacheflow.errors import ClosedError, ConfigError
 from cacheflow.kv import make_grid_id
 from cacheflow.plugins.transformers.attention import ATTENTION_NAME
+from cacheflow.plugins.transformers.chat import chat_of
 from cacheflow.plugins.transformers.check import check_walk
 from cacheflow.plugins.transformers.copies import copy_in, copy_out
 from cacheflow.plugins.transformers.device import device_kind, pick_device
@@ -71,6 +72,10 @@ class TransformersEngine:
         self.max_tokens = int(model.config.max_position_embeddings)
         self.claim_ahead = streams.ahead
         self.tokenizer = tokenizer
+        self.chat = chat_of(tokenizer)
+        self.decodes_together = layout.dtype != "float32"
+        """Whether one matrix product serves all rows of a decode step: it rounds otherwise than
+        that of a row alone, and float32 promises the tokens of a row alone."""
         self.grid_id = make_grid_id(
             grid=grid,
             torch_version=torch.__version__,
@@ -177,6 +182,17 @@ class TransformersEngine:
             except BaseException:  # cancelled as well: nobody would know of the request
                 await self.close(request_id)
                 raise
+
+    async def truncate(self, request_id: str, tokens: int) -> None:
+        """See :meth:`cacheflow.abc.Engine.truncate`."""
+        request = self._requests.get(request_id)
+        while request.busy:
+            await asyncio.wait(list(request.busy))
+        if not self._requests.cut(request, tokens):
+            twin = f"{request_id}/cut"
+            await self.fork(request_id, twin, tokens)
+            self._requests.swap(request_id, twin)
+            await self.close(twin)
 
     def _copy_tail(self, source: OpenRequest, made: OpenRequest) -> None:
         last = made.pages[-1]
@@ -288,8 +304,9 @@ class TransformersEngine:
 
         def work() -> T:
             with self._streams.compute():
-                hidden = self._walker.step(requests, tokens, positions)
-                return chosen(self._walker.logits(hidden)[:, -1])
+                rows = list(zip(requests, tokens, positions, strict=True))
+                steps = [rows] if self.decodes_together else [[row] for row in rows]
+                return chosen(torch.cat([self._logits(step) for step in steps]))
 
         self._decoding += 1
         try:
@@ -299,6 +316,11 @@ class TransformersEngine:
         for request, position in zip(requests, positions, strict=True):
             request.computed(position, position + 1)
         return made
+
+    def _logits(self, rows: Sequence[tuple[OpenRequest, int, int]]) -> torch.Tensor:
+        requests, tokens, positions = zip(*rows, strict=True)
+        hidden = self._walker.step(requests, tokens, positions)
+        return self._walker.logits(hidden)[:, -1]
 
     # -- copies --------------------------------------------------------------------------------
 

@@ -74,6 +74,33 @@ class RequestTable:
         self._requests[request_id] = made
         return made
 
+    def cut(self, request: OpenRequest, tokens: int) -> bool:
+        """Forget all but the first ``tokens`` tokens; False, and nothing done, where others share
+        the page that they end in. Nothing on the lanes may touch the request.
+
+        Raises:
+            ValueError: the request has fewer tokens, or none would be left.
+        """
+        if not 0 < tokens <= len(request.tokens):
+            raise ValueError(f"{request.id!r} has {len(request.tokens)} tokens, not {tokens}")
+        pages = self._grid.index_at(tokens - 1) + 1
+        last = request.pages[pages - 1]
+        if last.stop > tokens:
+            if last.users > 1:
+                return False
+            last.paused.clear()
+        request.shrink(self._pool, pages)
+        request.segments = request.history(tokens)
+        del request.tokens[tokens:]
+        request.last = None
+        return True
+
+    def swap(self, request_id: str, other_id: str) -> None:
+        """Let two open requests have each other's tokens and KV."""
+        one, other = self.get(request_id), self.get(other_id)
+        self._requests[request_id], self._requests[other_id] = other, one
+        one.id, other.id = other_id, request_id
+
     def share(self, source_id: str, request_id: str, tokens: int) -> None:
         """Hold the source's pages: see :meth:`cacheflow.abc.Recomputer.share`."""
         source, request = self.get(source_id), self.get(request_id)

@@ -242,7 +242,7 @@ async def test_a_store_that_vanishes_is_recomputed(model_folder: Path, tmp_path:
 async def test_an_abandoned_generation_leaves_a_usable_session(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """Closing the iterator half way frees its KV memory; the next turn works."""
+    """Closing the iterator half way keeps the KV that is complete, and the next turn uses it."""
     async with opened(model_folder, tmp_path / "s") as flow:
         prompt = prompt_of(100)
         cold, _ = await ask(flow, prompt)
@@ -252,7 +252,7 @@ async def test_an_abandoned_generation_leaves_a_usable_session(
         async for _ in stream:
             break
         await stream.aclose()
-        assert session.resident_tokens == 0
+        assert session.resident_tokens == len(prompt)
         assert (await ask(flow, prompt))[0] == cold
 
 

@@ -61,8 +61,7 @@ async def turn(engine: Any, prompt: list[int], policy: str, **settings: Any) -> 
         session, report = flow.session("s"), Generation()
         stream = session.generate(prompt, max_new_tokens=4, policy=policy, report=report)
         tokens = [token async for token in stream]
-        assert session._request is not None
-        vault = await Vault.take(engine, session._request, prompt)
+        vault = await Vault.take(engine, session.requests[0], prompt)
         assert report.restoration is not None
         loaded = sum(event.nbytes for event in events if isinstance(event, LoadEnded))
         return Turn(tokens, report.restoration, vault.payloads, loaded)

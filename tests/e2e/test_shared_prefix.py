@@ -63,8 +63,7 @@ class Served:
         return [token async for token in made]
 
     def kv(self, session: Session) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        assert session._request is not None
-        return [self.engine.kv(session._request, layer, PREFIX) for layer in range(LAYERS)]
+        return [self.engine.kv(session.requests[0], layer, PREFIX) for layer in range(LAYERS)]
 
     def check_equal(self, session: Session) -> None:
         """The common part of the session's KV has the bits of the cold run."""

@@ -148,12 +148,12 @@ async def test_prompts_as_arrays(flow: CacheFlow) -> None:
 
 def known(flow: CacheFlow) -> list[str]:
     gc.collect()
-    return sorted(flow._sessions)
+    return sorted(name for _, name in flow._sessions)
 
 
 async def test_a_forgotten_session_is_dropped(flow: CacheFlow) -> None:
     """A session is known while its KV is in memory, and gone once it is forgotten, by itself or
-    with all others; a failed or abandoned turn forgets it, too."""
+    with all others; a turn that was abandoned leaves it usable, to be forgotten like any other."""
     for name in ("a", "b", "c"):
         await ask(flow, name, prompt_of(50))
     assert known(flow) == ["a", "b", "c"]
@@ -169,6 +169,9 @@ async def test_a_forgotten_session_is_dropped(flow: CacheFlow) -> None:
     assert known(flow) == ["left"]
     await stream.aclose()
     del stream
+    assert known(flow) == ["left"]
+    assert flow.session("left").resident_tokens == 50
+    await flow.forget()
     assert known(flow) == []
 
 

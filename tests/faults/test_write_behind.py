@@ -61,7 +61,7 @@ async def opened(
             yield flow, events
         assert flow.restorer.pool.leased_bytes == 0
         assert flow.restorer.pool.quarantined_bytes() == 0
-        assert len(flow._saver._turns) == 0
+        assert len(flow.saver._turns) == 0
         assert engine.kv_used_bytes == 0
     finally:
         await engine.aclose()

@@ -1,0 +1,104 @@
+"""One decode loop for all sessions: whoever has a token to append takes part in the next step.
+
+A session whose consumer is slow takes part in fewer steps and holds up nobody. Knows no sessions:
+requests, tokens and the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from cacheflow.errors import CapacityError, ClosedError
+from cacheflow.restore.tasks import to_the_end
+
+if TYPE_CHECKING:
+    from asyncio import Future
+    from collections.abc import AsyncIterator, Mapping
+
+    from cacheflow.abc import Engine
+
+__all__ = ["DecodeLoop"]
+
+
+class DecodeLoop:
+    """Runs while :meth:`running` lasts. ``steps`` and ``rows``: what was decoded so far."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps = self.rows = 0
+        self._engine = engine
+        self._waiting: dict[str, tuple[int, Future[int]]] = {}
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """What waits when it ends fails with ClosedError; a step under way is waited for."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            self._closed = True
+            self._wake.set()
+            await to_the_end(task)
+
+    async def next(self, request_id: str, token: int) -> int:
+        """Append ``token`` to the request; the greedy token after it.
+
+        On return, however it returns, no step touches the request: cancelling takes it back, or
+        waits for the end of the step that it is in.
+
+        Raises:
+            CapacityError: there is no KV memory for another token; none was appended.
+            ClosedError: the request is not open, or CacheFlow is closing.
+        """
+        if self._closed:
+            raise ClosedError("CacheFlow was closed during a generation")
+        made: Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = token, made
+        self._wake.set()
+        try:
+            await asyncio.wait([made])
+        except asyncio.CancelledError:
+            if self._waiting.get(request_id) == (token, made):
+                del self._waiting[request_id]
+            else:
+                await to_the_end(asyncio.ensure_future(asyncio.wait([made])))
+                made.exception()  # nobody else will ask for it
+            raise
+        return made.result()
+
+    async def _run(self) -> None:
+        while not self._closed:
+            self._wake.clear()
+            while self._waiting and not self._closed:
+                batch, self._waiting = self._waiting, {}
+                await self._step(batch)
+                await asyncio.sleep(0)  # those who go on at once take part in the next step
+            if not self._closed:
+                await self._wake.wait()
+        left, self._waiting = self._waiting, {}
+        for _, made in left.values():
+            made.set_exception(ClosedError("CacheFlow was closed during a generation"))
+
+    async def _step(self, batch: Mapping[str, tuple[int, Future[int]]]) -> None:
+        try:
+            tokens = await self._engine.decode(list(batch), [token for token, _ in batch.values()])
+        except (CapacityError, ClosedError) as error:  # nobody was given a token
+            if len(batch) > 1:
+                for request_id, row in batch.items():
+                    await self._step({request_id: row})
+                return
+            self._fail(batch, error)
+        except Exception as error:  # whatever the engine raises ends these, not the loop
+            self._fail(batch, error)
+        else:
+            self.steps += 1
+            self.rows += len(batch)
+            for (_, made), token in zip(batch.values(), tokens, strict=True):
+                made.set_result(token)
+
+    def _fail(self, batch: Mapping[str, tuple[int, Future[int]]], error: Exception) -> None:
+        for _, made in batch.values():
+            made.set_exception(error)

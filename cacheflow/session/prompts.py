@@ -1,0 +1,121 @@
+"""What may be asked for: prompts of tokens or of messages, and limits, checked before any work.
+
+Knows no engine but its context length and its chat template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from cacheflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cacheflow.abc import ChatTemplate
+
+__all__ = [
+    "Messages",
+    "Prompt",
+    "agreeing",
+    "check_fits",
+    "read_prompt",
+    "seconds",
+    "stop_set",
+    "whole_number",
+]
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""As chat APIs have them: each with a ``role``, most with ``content``."""
+Prompt: TypeAlias = "Sequence[int] | Messages"
+"""The whole history: token ids (a list, an array, a tensor ...), or messages."""
+
+
+async def read_prompt(
+    prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None, chat: ChatTemplate | None
+) -> tuple[Sequence[int], frozenset[int]]:
+    """The tokens of ``prompt`` as they are now, and the stop tokens that come with messages.
+
+    Raises:
+        ConfigError: it is no prompt, is empty, or is of messages and the model has no template.
+    """
+    if not _length(prompt):
+        raise ConfigError("the prompt is empty: give at least one token")
+    if not isinstance(prompt[0], Mapping):
+        if tools:
+            raise ConfigError("tools go with messages: a prompt of tokens has its tools in it")
+        return _as_it_is_now(cast("Sequence[int]", prompt)), frozenset()
+    if chat is None:
+        raise ConfigError("the model has no chat template: give token ids instead of messages")
+    messages = [dict(message) for message in cast("Messages", prompt)]
+    tokens = await asyncio.to_thread(chat.render, messages, tools)
+    if not tokens:
+        raise ConfigError("the prompt is empty: the chat template makes nothing of these messages")
+    return tokens, chat.stop_tokens
+
+
+def check_fits(prompt: Sequence[int], new: int, longest: int) -> None:
+    """Raise ConfigError unless ``prompt`` and ``new`` tokens fit a context of ``longest``."""
+    if len(prompt) + new - 1 > longest:
+        raise ConfigError(
+            f"prompt of {len(prompt)} tokens and max_new_tokens {new} do not fit "
+            f"the model's context of {longest} tokens: shorten one of them"
+        )
+
+
+def whole_number(name: str, value: object, least: int = -(1 << 31)) -> int:
+    """``value`` as an int of at least ``least``; ConfigError names it otherwise."""
+    try:
+        number = operator.index(cast("Any", value))
+    except TypeError:
+        raise ConfigError(f"{name} must be a whole number, got {value!r}") from None
+    if number < least:
+        raise ConfigError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def seconds(name: str, value: float | None) -> float | None:
+    """``value`` if it is a number of seconds, or None; ConfigError names it otherwise."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or math.isnan(value) or value < 0:
+        raise ConfigError(f"{name} must be a number of seconds, got {value!r}")
+    return value
+
+
+def stop_set(tokens: Collection[int]) -> frozenset[int]:
+    """Stop tokens as a set; ConfigError if they are no tokens."""
+    try:
+        return frozenset(map(operator.index, tokens))
+    except TypeError:
+        raise ConfigError(f"stop_tokens must be token ids, got {tokens!r}") from None
+
+
+def agreeing(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens two prompts have in common: by halves, so that C compares them."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if list(one[low:middle]) == list(other[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _length(prompt: Prompt) -> int:
+    try:
+        if not isinstance(prompt, str | bytes):
+            return len(prompt)
+    except TypeError:
+        pass
+    raise ConfigError(f"the prompt is {type(prompt).__name__}: give token ids, or messages")
+
+
+def _as_it_is_now(prompt: Sequence[int]) -> Sequence[int]:
+    """A copy. Of an array or tensor the numbers: its slices are views, and ``+`` adds them up."""
+    numbers = None if isinstance(prompt, memoryview) else getattr(prompt, "tolist", None)
+    copied: Sequence[int] = prompt[:] if numbers is None else numbers()
+    return copied

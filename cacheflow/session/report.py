@@ -1,0 +1,68 @@
+"""What a turn did and what its prompt was made of: plain records, filled in as it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from cacheflow.restore import Restoration
+    from cacheflow.restore.saver import Saved
+
+__all__ = ["FinishReason", "Generation", "Usage"]
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one turn."""
+
+    prompt_tokens: int = 0
+    resident_tokens: int = 0
+    """Of the prompt: their KV was in memory, this session's or another's that began alike."""
+    loaded_tokens: int = 0
+    """Of the prompt: restored by loading."""
+    recomputed_tokens: int = 0
+    """Of the prompt: stored somewhere, and restored sooner by recomputing than by loading."""
+    completion_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were resident or stored somewhere."""
+        return self.resident_tokens + self.loaded_tokens + self.recomputed_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def restored(self, resident: int, restoration: Restoration, layers: int) -> None:
+        """The prompt is in memory. Work on a tile is shared out by layers, so the parts are of
+        token-layers, rounded: they add up to what was cached."""
+        stored = 0 if resident else restoration.stored_tokens
+        shared = min(restoration.shared_cells // layers, stored)
+        loaded = round(sum(restoration.loaded_cells.values()) / layers)
+        self.resident_tokens = resident + shared
+        self.loaded_tokens = min(loaded, stored - shared)
+        self.recomputed_tokens = stored - shared - self.loaded_tokens
+
+
+@dataclass(slots=True)
+class Generation:
+    """What a :meth:`Session.generate` did, filled in as it goes."""
+
+    restoration: Restoration | None = None
+    ttft_seconds: float | None = None
+    """From arrival to the first token."""
+    usage: Usage = field(default_factory=Usage)
+    finish_reason: FinishReason | None = None
+    """None while it goes on, or if it failed."""
+    saved: dict[str, Saved] | None = None
+    """By tier; counted on behind the request until nothing is ``pending``: see
+    :meth:`CacheFlow.flush`."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was resident or stored somewhere."""
+        return self.usage.cached_tokens

@@ -1,0 +1,204 @@
+"""What of one session is in the engine: its request there, and the tokens whose KV is complete.
+
+Goes on from that for a new prompt where it can, and knows how far KV is complete when a turn breaks
+off. Neither restores nor decodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+from cacheflow.errors import CapacityError, ClosedError
+from cacheflow.restore.tasks import to_the_end
+from cacheflow.session.prompts import agreeing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from cacheflow.restore import RestoreRequest
+    from cacheflow.session.conversation import Session
+    from cacheflow.session.flow import CacheFlow
+    from cacheflow.types import ChunkKey
+
+__all__ = ["Resident"]
+
+T = TypeVar("T")
+
+
+class Resident:
+    """KV of ``owner``. For one task at a time, except :meth:`drop`: who else is at it then gets a
+    ClosedError from whatever it does next."""
+
+    def __init__(self, flow: CacheFlow, owner: Session) -> None:
+        self.request: str | None = None
+        self.tokens: list[int] = []
+        """Tokens whose KV is complete."""
+        self.keys: Sequence[ChunkKey] = ()
+        """Of leading chunks of these tokens: the next turn goes on from them."""
+        self.name = f"session {owner.id!r}"
+        self._flow = flow
+        self._owner = owner
+        self._rest: Sequence[int] = ()
+        """Tokens that the request has behind them."""
+        self._former: str | None = None
+        """The request before this one, whose :attr:`tokens` are: until its tiles are shared."""
+
+    @property
+    def requests(self) -> list[str]:
+        """All that is open for it in the engine."""
+        return [each for each in (self.request, self._former) if each is not None]
+
+    def known_keys(self, prompt: Sequence[int]) -> Sequence[ChunkKey]:
+        """Keys of leading chunks of ``prompt``."""
+        size = self._flow.engine.layout.chunk_tokens
+        return self.keys[: agreeing(self.tokens, prompt) // size]
+
+    async def take(self, prompt: Sequence[int]) -> int:
+        """Make room for ``prompt``; returns how many of its tokens are there, the last never.
+
+        Raises:
+            CapacityError: there is no KV memory for it; what was there is there still.
+            ConfigError: the engine refuses a token.
+        """
+        same = agreeing(self.tokens, prompt)
+        kept = min(same, len(prompt) - 1)
+        # What comes behind a divergence may be stored: to be looked for if it is the longer part.
+        if kept and (same == len(self.tokens) or len(prompt) - kept <= kept):
+            await self.cut(kept)
+            request = self.opened()
+            await self.with_room(lambda: self._flow.engine.extend(request, prompt[kept:]))
+            self._rest = prompt[kept:]
+            return kept
+        await self._begin(prompt, same)
+        return 0
+
+    async def cut(self, tokens: int, patience: float = 0.0) -> None:
+        """Forget all but the first ``tokens`` tokens; ``patience``: see :meth:`Saver.release`."""
+        if tokens >= len(self.tokens):
+            return
+        if not tokens:
+            await self.drop(patience)
+            return
+        request = self.opened()
+        self._flow.restorer.withdraw(request)  # or somebody would begin to share what is going
+        await self._flow.saver.release([request], patience)
+        await self.with_room(lambda: self._flow.engine.truncate(request, tokens))
+        self.tokens = self.tokens[:tokens]
+        self.keys = self.keys[: tokens // self._flow.engine.layout.chunk_tokens]
+        self._offer()
+
+    async def _begin(self, prompt: Sequence[int], same: int) -> None:
+        """A new request. The old one stays until whole tiles of it are shared, if there are any."""
+        if same < self._flow.engine.grid.tile(0).stop:
+            await self.drop()
+        self._former, self.request = self.request, self._flow.new_request(self._owner.id)
+        self._rest = prompt
+        request = self.request
+        self._flow.changed(self._owner)
+
+        async def open_it() -> None:
+            try:
+                await self._flow.engine.open(request, prompt)
+            except CapacityError:
+                if self._former is None:
+                    raise
+                former, self._former = self._former, None
+                self.tokens, self.keys = [], ()
+                await self._end([former])
+                await self._flow.engine.open(request, prompt)
+
+        await self.with_room(open_it)
+        if self.request != request:
+            await self._flow.engine.close(request)
+            self.opened()
+
+    async def restored(self, asked: RestoreRequest) -> None:
+        """The prompt that was taken is complete."""
+        self.tokens, self.keys, self._rest = list(asked.tokens), asked.keys, ()
+        former, self._former = self._former, None
+        self._offer()
+        if former is not None:
+            await self._end([former])
+
+    def appends(self, token: int) -> None:
+        """The request is about to get another token."""
+        self._rest = [token]
+
+    def appended(self) -> None:
+        """Its KV is complete."""
+        self.tokens += self._rest
+        self._rest = ()
+
+    async def settle(self) -> None:
+        """A turn broke off, nothing is under way: keep the KV that is complete."""
+        request, engine = self.request, self._flow.engine
+        if request is None:
+            return
+        if self._former is not None:
+            self.request, self._former, self._rest = self._former, None, ()
+            await self._end([request])
+            return
+        if not self._rest:
+            return
+        done = len(self.tokens)
+        try:
+            for segment in sorted(engine.segments(request), key=lambda s: s.start):
+                if segment.start <= done < segment.stop:
+                    done = segment.stop
+            if not done:
+                raise CapacityError("nothing is complete")
+            await engine.truncate(request, done)
+        except (CapacityError, ClosedError):  # not worth forgetting others for
+            await self.drop()
+            return
+        self.tokens += self._rest[: done - len(self.tokens)]
+        self._rest = ()
+
+    async def drop(self, patience: float = 0.0) -> None:
+        """Forget all; ``patience``: seconds for what is still to be stored to find room."""
+        requests = self.requests
+        self.request = self._former = None
+        self.tokens, self.keys, self._rest = [], (), ()
+        if requests:
+            self._flow.changed(self._owner)
+            await self._end(requests, patience)
+
+    async def adopt(self, source: Resident) -> None:
+        """Hold what ``source`` holds as well, sharing its whole pages."""
+        request, count = source.opened(), len(source.tokens)
+        self.request = mine = self._flow.new_request(self._owner.id)
+        try:
+            await self.with_room(lambda: self._flow.engine.fork(request, mine, count))
+        except BaseException:
+            self.request = None
+            raise
+        self.tokens, self.keys = source.tokens[:count], source.keys
+        self._flow.changed(self._owner)
+        self._offer()
+
+    async def with_room(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``work``, with idle sessions forgotten where KV memory is short."""
+        return await self._flow.room.to(work, self._owner)
+
+    async def _end(self, requests: Sequence[str], patience: float = 0.0) -> None:
+        for request in requests:
+            self._flow.restorer.withdraw(request)
+        try:
+            await self._flow.saver.release(requests, patience)
+        finally:
+            await to_the_end(asyncio.ensure_future(self._close(requests)))
+
+    async def _close(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            await self._flow.engine.close(request)
+
+    def _offer(self) -> None:
+        request = self.opened()
+        self._flow.restorer.offer(request, self.keys, self._flow.engine.segments(request))
+
+    def opened(self) -> str:
+        """Its request; ClosedError if it was forgotten."""
+        if self.request is None:
+            raise ClosedError(f"{self.name} was forgotten meanwhile")
+        return self.request

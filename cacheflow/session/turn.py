@@ -1,0 +1,159 @@
+"""One turn of a session: its prompt restored and its suffix computed, then a token at a time.
+
+Runs while the session is locked. Knows how a turn ends well, and what is left of one that breaks
+off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cacheflow.errors import CapacityError, ClosedError, ConfigError
+from cacheflow.restore import RestoreRequest
+from cacheflow.restore.answered import first_token
+from cacheflow.restore.tasks import to_the_end
+from cacheflow.scheduling import load_policy
+from cacheflow.tiers.promotion import promotions
+from cacheflow.types import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cacheflow.restore import Restoration
+    from cacheflow.session.flow import CacheFlow
+    from cacheflow.session.report import Generation
+    from cacheflow.session.resident import Resident
+    from cacheflow.session.tenants import Tenant
+
+__all__ = ["Ask", "Turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a turn is to do; times on the flow's clock."""
+
+    tokens: Sequence[int]
+    arrival: float
+    policy: str | None
+    priority: int
+    deadline: float | None = None
+    """When the first token is wanted."""
+
+
+class Turn:
+    """``ask`` of a tenant's session whose KV is ``kv``; what comes of it is told to ``report``."""
+
+    def __init__(
+        self, flow: CacheFlow, kv: Resident, tenant: Tenant, ask: Ask, report: Generation
+    ) -> None:
+        self.restored = False
+        """Whether the whole prompt is in memory."""
+        self._flow = flow
+        self._kv = kv
+        self._tenant = tenant
+        self._ask = ask
+        self._report = report
+        self._policy = load_policy(ask.policy or flow.settings.policy)
+        self._request: str | None = None
+        self._asked: RestoreRequest | None = None
+        report.usage.prompt_tokens = len(ask.tokens)
+
+    async def restore(self) -> None:
+        """Have the whole prompt in the engine."""
+        flow, kv, ask = self._flow, self._kv, self._ask
+        known = kv.known_keys(ask.tokens)
+        keys = await flow.keys_in_pieces(self._tenant.root, ask.tokens, known)
+        resident = await kv.take(ask.tokens)
+        self._request = kv.opened()
+        request = RestoreRequest(
+            self._request,
+            ask.tokens,
+            keys,
+            ask.arrival,
+            resident,
+            ask.priority,
+            ask.deadline,
+            self._tenant.stamp,
+        )
+        restoration = await flow.restorer.run(request, self._policy)
+        if restoration.prefix_tokens:
+            span = Span(0, restoration.prefix_tokens)
+            flow.engine.set_segments(request.id, span, restoration.segments)
+        self._report.restoration = restoration
+        self._report.usage.restored(resident, restoration, flow.engine.layout.num_layers)
+        await kv.restored(request)
+        self._asked, self.restored = request, True
+
+    def hurry(self, priority: int) -> None:
+        """Somebody more urgent waits for the restore."""
+        if self._request is not None and priority > self._ask.priority:
+            self._flow.restorer.scheduler.raise_priority(self._request, priority)
+
+    async def first(self) -> int:
+        """The first token; what slow tiers delivered is copied to the faster ones from now on."""
+        asked, restoration = self._asked, self._report.restoration
+        assert asked is not None, "it was restored"
+        assert restoration is not None, "it was restored"
+        token = await self._flow.engine.first_token(asked.id)
+        now = self._flow.clock.now()
+        self._report.ttft_seconds = now - self._ask.arrival
+        layout = self._flow.engine.layout
+        self._flow.restorer.emit(first_token(asked, restoration, layout, now))
+        self._promote(asked, restoration)
+        return token
+
+    def _promote(self, asked: RestoreRequest, restoration: Restoration) -> None:
+        wanted = promotions(tuple(self._flow.backends), restoration.loaded_chunks)
+        if wanted:
+            self._flow.saver.promote(asked.id, asked.keys, wanted, self._tenant.stamp)
+
+    async def next(self, token: int) -> int:
+        """The token after ``token``."""
+        request = self._current()
+        self._kv.appends(token)
+        made = await self._kv.with_room(lambda: self._flow.decoding.next(request, token))
+        self._current()
+        self._kv.appended()
+        return made
+
+    async def save(self) -> None:
+        """Have the whole chunks of what is in memory stored, behind the session."""
+        kv, request = self._kv, self._current()
+        keys = await self._flow.keys_in_pieces(self._tenant.root, kv.tokens, kv.keys)
+        self._current()
+        kv.keys = keys
+        self._report.saved = self._flow.saver.save(request, keys, self._tenant.stamp)
+        await asyncio.sleep(0)  # what comes next does not share a turn of the loop with the keys
+
+    async def broke(self, error: BaseException, *, save: bool) -> None:
+        """The turn broke off with ``error``: keep what is complete, or nothing if nobody knows.
+
+        Raises:
+            ClosedError: because the session was forgotten meanwhile.
+        """
+        gone = self._request is not None and self._kv.request != self._request
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+            self._report.finish_reason = "cancelled"
+            await to_the_end(asyncio.ensure_future(self._keep(save=save)))
+        elif gone:
+            raise ClosedError(f"{self._kv.name} was forgotten, or closed, meanwhile") from error
+        elif isinstance(error, CapacityError | ConfigError):
+            await to_the_end(asyncio.ensure_future(self._keep(save=False)))
+        else:
+            await self._kv.drop()
+
+    async def _keep(self, *, save: bool) -> None:
+        await self._kv.settle()
+        if save and self._kv.request is not None:
+            self._request = self._kv.request
+            with suppress(ClosedError):  # CacheFlow is closing
+                await self.save()
+
+    def _current(self) -> str:
+        """The request of this turn; ClosedError if it is not the session's any more."""
+        if self._request is None or self._kv.request != self._request:
+            raise ClosedError(f"{self._kv.name} was forgotten meanwhile")
+        return self._request
