@@ -1,0 +1,33 @@
+"""The pool's transport over NIXL: RDMA where there is any, shared memory or TCP elsewhere.
+
+Registered as ``nixl`` under ``cacheflow.transports``; docs/nixl.md is for operators. NIXL is
+imported when something is opened, not before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.storage_backends.nixl.target import NixlTarget
+from cacheflow.storage_backends.nixl.transport import NixlTransport
+
+if TYPE_CHECKING:
+    from cacheflow.pool import Access
+    from cacheflow.types import Buffer
+
+__all__ = ["NIXL", "NixlTarget", "NixlTransport"]
+
+
+class _Nixl:
+    """A :class:`cacheflow.pool.TransportKind`."""
+
+    async def open_transport(self) -> NixlTransport:
+        return await NixlTransport.open()
+
+    async def open_target(self, arena: Buffer, access: Access, host: str, port: int) -> NixlTarget:
+        """``access``, ``host`` and ``port`` are of no use: UCX listens where it likes
+        (``UCX_NET_DEVICES``), and hardware asks nobody."""
+        return await NixlTarget.open(arena)
+
+
+NIXL: Final = _Nixl()

@@ -1,0 +1,41 @@
+"""How often transfers are looked at."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheflow.storage_backends.nixl.pace import SERVE_SECONDS, Pace
+
+moments = st.floats(0, 1e6)
+
+
+def test_idle_costs_nothing() -> None:
+    """With nothing in flight and nobody to serve there is no next look."""
+    assert Pace().wait(5.0, in_flight=False, serving=False) is None
+    assert Pace().wait(5.0, in_flight=False, serving=True) == SERVE_SECONDS
+
+
+@given(moments, moments)
+def test_looks_follow_what_moves(last: float, later: float) -> None:
+    """A wait is at most a sixteenth of the time in which nothing has moved, between 20 us and 20
+    ms, and never longer than peers can wait."""
+    pace = Pace()
+    pace.moved(last)
+    now = last + later
+    wait = pace.wait(now, in_flight=True, serving=False)
+    assert wait is not None
+    assert 20e-6 <= wait <= 0.02
+    assert wait <= max(20e-6, (now - last) / 16)
+    assert pace.wait(now, in_flight=True, serving=True) == min(wait, SERVE_SECONDS)
+
+
+def test_what_hangs_is_hardly_looked_at() -> None:
+    """A transfer that hangs for an hour is looked at a few thousand times a minute at most."""
+    pace, now, looks = Pace(), 0.0, 0
+    pace.moved(now)
+    while now < 3600:
+        wait = pace.wait(now, in_flight=True, serving=False)
+        assert wait is not None
+        now, looks = now + wait, looks + 1
+    assert looks < 60 * 3100
