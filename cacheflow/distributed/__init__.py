@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from cacheflow.distributed.agreement import (
+    Act,
+    Decision,
+    Proposal,
+    Vote,
+    agree,
+    combine,
+)
+from cacheflow.distributed.member import Member, Outcome
 from cacheflow.distributed.shards import cut_heads, cut_layers, cut_layout
 from cacheflow.distributed.stages import (
     Mode,
@@ -14,10 +23,18 @@ from cacheflow.distributed.stages import (
 )
 
 __all__ = [
+    "Act",
+    "Decision",
+    "Member",
     "Mode",
+    "Outcome",
     "PipelinePlan",
+    "Proposal",
     "StageCosts",
     "StagePlan",
+    "Vote",
+    "agree",
+    "combine",
     "cut_heads",
     "cut_layers",
     "cut_layout",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cacheflow.scheduling.batch import BatchScheduler
+from cacheflow.scheduling.joint import JointScheduler
 from cacheflow.scheduling.policies import POLICIES, Policy, load_policy
 
-__all__ = ["POLICIES", "BatchScheduler", "Policy", "load_policy"]
+__all__ = ["POLICIES", "BatchScheduler", "JointScheduler", "Policy", "load_policy"]

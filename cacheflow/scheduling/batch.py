@@ -62,12 +62,7 @@ class BatchScheduler(Ranking):
             raise ValueError(f"request {request.id!r} is already admitted")
         with self._gate:
             now = self._clock.now()
-            order = policy.order or self._order
-            frontier = (
-                Paced(request, TokenWise(policy), self._outlook, pools=order.pools)
-                if paced
-                else Frontier(request, policy, self._outlook, pools=order.pools)
-            )
+            frontier = self._frontier(request, policy, paced=paced)
             self._requests[request.id] = frontier
             self._numbers[request.id] = next(self._ids) << _FAMILY_BITS
             if leader is not None:
@@ -78,6 +73,12 @@ class BatchScheduler(Ranking):
             self._changed(frontier, now)
             self._let_in(now)
             self.held_back += frontier.held
+
+    def _frontier(self, request: RequestSpec, policy: Policy, *, paced: bool) -> Frontier:
+        pools = (policy.order or self._order).pools
+        if paced:
+            return Paced(request, TokenWise(policy), self._outlook, pools=pools)
+        return Frontier(request, policy, self._outlook, pools=pools)
 
     def family(self, request_id: str) -> list[str]:
         """The request and all that share tiles with it."""
@@ -214,6 +215,10 @@ class BatchScheduler(Ranking):
         if work is None:
             self._park_compute(frontier, now)
             return None
+        return self._hand_out(frontier, work, now)
+
+    def _hand_out(self, frontier: Frontier, work: TileWork, now: float) -> ComputeBatch:
+        request_id = frontier.spec.id
         frontier.begin(work)
         frontier.computing = True
         frontier.taken_at = self._rank(frontier, COMPUTE, now)

@@ -75,7 +75,7 @@ class Frontier(Loading):
         if work.is_suffix:
             return self._claim_suffix(work, layer)
         t = self.index(work)
-        if t < self.led or (self._by_layers and self._behind(t, layer)):
+        if self._waits(t, layer):
             return Claim.REFUSED
         answer = self._decide(t, layer, now)
         if answer is not Claim.REFUSED:
@@ -95,6 +95,10 @@ class Frontier(Loading):
         if not self._left:
             self._outlook.all_suffixes.add(-1, self._suffix_work[i])
         return Claim.WRITE
+
+    def _waits(self, t: int, layer: int) -> bool:
+        """Whether the tile is another's to restore, or others go first."""
+        return t < self.led or (self._by_layers and self._behind(t, layer))
 
     def _behind(self, t: int, layer: int) -> bool:
         """Whether another tile has to catch up before ``t`` goes on to ``layer``."""

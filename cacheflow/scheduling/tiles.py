@@ -49,6 +49,7 @@ class TileState:
 
     __slots__ = (
         "_copying",
+        "asked",
         "counts",
         "free",
         "full",
@@ -81,6 +82,8 @@ class TileState:
         """Layers that each load (by id) may copy in: parts of one cell can come from several."""
         self.low = 0
         self.running = False
+        self.asked = 0
+        """Layers that compute has to pass whatever can be loaded: another rank cannot load them."""
         # Derived, see refresh().
         self.loadable = self.in_flight = self.must = self.free = 0
         self.wanted: dict[str, int] = {}
@@ -121,7 +124,7 @@ class TileState:
         self.loadable = loadable
         self.in_flight = in_flight & ~self.ready
         self.free = self.full & ~(self.ready | in_flight)
-        self.must = (self.full & ~(loadable | self.ready)).bit_length()
+        self.must = max((self.full & ~(loadable | self.ready)).bit_length(), self.asked)
         floor = max(self.low, self.must)
         self._want((loadable & ~self.ready) >> floor << floor)
 

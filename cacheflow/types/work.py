@@ -15,6 +15,7 @@ __all__ = [
     "ComputeDone",
     "Coverage",
     "Load",
+    "Offering",
     "RequestSpec",
     "Source",
     "StagedPart",
@@ -73,6 +74,19 @@ class Coverage:
     channel: str
     layers: tuple[int, ...]
     stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """What one rank found stored for a request, for the other ranks to hear.
+
+    ``strange``, ``lossy``: bitmaps of chunks of which it found a copy that a cold run does not
+    compute bit for bit here, or that went through a lossy codec.
+    """
+
+    coverage: tuple[Coverage, ...]
+    strange: int = 0
+    lossy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
