@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,7 @@ from cacheflow.testing.virtual_ranks import VirtualRanks
 from cacheflow.types import Coverage, Offering
 
 if TYPE_CHECKING:
+    from cacheflow.testing.virtual_ranks import VirtualRank
     from cacheflow.types import Load, RequestSpec, Tile
 
 LAYERS = 6
@@ -49,7 +51,7 @@ class Schedule:
             exchange_seconds=self.chance.choice([0.0, 2e-4]),
         )
         for rank in self.play.ranks:
-            rank.links["a"].outcome = lambda load, rank=rank: self._fate(rank, load)
+            rank.links["a"].outcome = partial(self._fate, rank)
         for spec in self.specs:
             self.play.arrive(spec, [[self._found(spec)] for _ in range(ranks)])
 
@@ -72,11 +74,11 @@ class Schedule:
         ]
         return Coverage("a", tuple(masks), STRIDE)
 
-    def _fate(self, rank: object, load: Load) -> bool | None:
+    def _fate(self, rank: VirtualRank, load: Load) -> bool | None:
         if self.chance.random() < self.hanging:
             when = self.play.clock.now() + 1.0
             late = self.chance.random() < 0.5
-            self.play.at(when, lambda: self.play.lose(rank, load, late=late))  # type: ignore[arg-type]
+            self.play.at(when, lambda: self.play.lose(rank, load, late=late))
             return None
         return self.chance.random() >= self.failing
 
