@@ -121,14 +121,14 @@ class StorageBackend(ABC):
         """
         return
 
-    def lend(self, memory: Buffer) -> Callable[[], None]:
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
         """Most buffers of reads and writes will lie in ``memory``, until the answer is called.
 
         For backends that have to make memory known to hardware before it can be used: they do it
         here once and not for every buffer. Others have nothing to do; a decorator passes it on.
         Buffers that lie elsewhere must work too. Must not block.
         """
-        return _no_loan
+        return _nothing_registered
 
     def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
         """For ``ttl`` seconds these chunks count ``priority`` times what they seem worth; fading.
@@ -152,8 +152,8 @@ class StorageBackend(ABC):
         """Release everything, in bounded time even with I/O hung. Idempotent."""
 
 
-def _no_loan() -> None:
-    """The end of a loan of which no use was made."""
+def _nothing_registered() -> None:
+    """The end of a registration that none was."""
 
 
 class ChatTemplate(Protocol):

@@ -244,8 +244,8 @@ class ThrottledBackend(StorageBackend):
         self._check()
         return await self.inner.used_bytes()
 
-    def lend(self, memory: Buffer) -> Callable[[], None]:
-        return self.inner.lend(memory)
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.register_memory(memory)
 
     async def aclose(self) -> None:
         if not self._closed:

@@ -90,7 +90,7 @@ class StagingPool:
         self.address = self._pages.address
         self.kind = self._pages.kind
         self.arena = Buffer(self.address, self.capacity, self.kind, self.view, InFlight())
-        """What leases are parts of, to be lent to whoever has to register memory."""
+        """What leases are parts of, to be told to whoever registers memory with hardware."""
         self._lock = threading.Lock()
         """Guards the sums, the free list and the queue of waiters: I/O ends on any thread."""
         self._free = FreeList(self.capacity)

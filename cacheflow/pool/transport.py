@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cacheflow.types import Buffer, Hold
 
@@ -76,8 +76,9 @@ class Transport(Protocol):
         """
         ...
 
-    def lend(self, memory: Buffer) -> None:
-        """Most buffers will lie in ``memory``: to be registered once, where that helps."""
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
+        """Most buffers will lie in ``memory``, until the answer is called: see
+        :meth:`cacheflow.abc.StorageBackend.register_memory`."""
         ...
 
     async def aclose(self) -> None:

@@ -65,7 +65,7 @@ async def open_parts(
     pool = _staging(settings.staging_bytes, channels, engine, len(backends), decoded=decoded)
     stack.push_async_callback(pool.aclose)
     for backend in backends.values():
-        stack.callback(backend.lend(pool.arena))
+        stack.callback(backend.register_memory(pool.arena))
     stack.push_async_callback(staged.aclose)
     scheduler = BatchScheduler(
         costs,

@@ -214,8 +214,8 @@ class FaultyBackend(StorageBackend):
         self._check()
         return await self.inner.used_bytes()
 
-    def lend(self, memory: Buffer) -> Callable[[], None]:
-        return self.inner.lend(memory)
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.register_memory(memory)
 
     async def aclose(self) -> None:
         """Whoever waits for what hangs gets ClosedError; the buffers stay held until released."""

@@ -109,8 +109,8 @@ class Encoded(StorageBackend):
     def distrust(self, keys: Sequence[ObjectKey]) -> None:
         self.inner.distrust(keys)
 
-    def lend(self, memory: Buffer) -> Callable[[], None]:
-        return self.inner.lend(memory)
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.register_memory(memory)
 
     def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
         self.inner.hint(keys, priority, ttl)

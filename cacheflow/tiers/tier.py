@@ -211,8 +211,8 @@ class Tier(StorageBackend):
         self.inner.distrust(keys)
         self._keeper.distrust(keys)
 
-    def lend(self, memory: Buffer) -> Callable[[], None]:
-        return self.inner.lend(memory)
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
+        return self.inner.register_memory(memory)
 
     async def aclose(self) -> None:
         if not self._closed:

@@ -149,7 +149,7 @@ class Depot:
             pool = self._pool()
             stack.push_async_callback(pool.aclose)
             for tier in tiers.values():
-                stack.callback(tier.lend(pool.arena))
+                stack.callback(tier.register_memory(pool.arena))
             self._build(tiers, pool)
             await asyncio.to_thread(self._remember)
             stack.push_async_callback(asyncio.to_thread, self._keep)

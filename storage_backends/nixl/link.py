@@ -119,7 +119,7 @@ class NixlLink:
     async def _by_slab(self, way: Way, piece: Piece) -> None:
         buffer = piece.buffer
         if buffer.kind is MemoryKind.DEVICE:
-            raise ValueError("device memory has to be lent to the backend first")
+            raise ValueError("device memory has to be registered first (register_memory)")
         for at in range(0, buffer.nbytes, self._memory.part_bytes):
             nbytes = min(self._memory.part_bytes, buffer.nbytes - at)
             stop = await self._memory.stopover(nbytes)

@@ -79,11 +79,11 @@ class OurMemory:
         """Bytes of the slab that nobody waits for any more but that may still be touched."""
         return self._slab.quarantined_bytes()
 
-    def lend(self, memory: Buffer) -> Callable[[], None]:
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
         """Use ``memory`` as it lies, as soon as it is registered and until the answer is called."""
-        loan = _Loan(self._regions, self._reactor)
-        self._reactor.order(partial(self._borrow, memory, loan))
-        return loan.end
+        registration = _Registration(self._regions, self._reactor)
+        self._reactor.order(partial(self._register, memory, registration))
+        return registration.end
 
     def is_registered(self, buffer: Buffer) -> bool:
         """Whether ``buffer`` can be transferred as it lies."""
@@ -97,17 +97,17 @@ class OurMemory:
         """Give the slab back, or leave it to what may still touch it."""
         await self._slab.aclose()
 
-    def _borrow(self, memory: Buffer, loan: _Loan, agent: Agent) -> None:
+    def _register(self, memory: Buffer, registration: _Registration, agent: Agent) -> None:
         """On the reactor's thread. Without it buffers are copied, which is only slower."""
         try:
             region = _region(memory, agent)
         except ConfigError as error:
             _log.warning("%s: what is loaded is copied once more", error)
             return
-        self._loop.call_soon_threadsafe(loan.begin, region)
+        self._loop.call_soon_threadsafe(registration.begin, region)
 
 
-class _Loan:
+class _Registration:
     """A region that can be used until its owner wants it back. On the loop."""
 
     def __init__(self, regions: list[_Region], reactor: Reactor) -> None:

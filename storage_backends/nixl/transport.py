@@ -32,7 +32,7 @@ __all__ = ["NixlTransport", "agent_name"]
 
 _log = logging.getLogger(__name__)
 _SLAB_BYTES: Final = 64 << 20
-"""For buffers outside of what was lent; touched, and so taken, only as it is used."""
+"""For buffers outside of what was registered; touched, and so taken, only as it is used."""
 _CLOSE_SECONDS: Final = 1.0
 _PART_SECONDS: Final = 2.0
 """How long a new link waits for what is still in flight on a broken one to the same store."""
@@ -94,8 +94,8 @@ class NixlTransport:
             hello.agent, hello, self._reactor, self._memory, partial(self._closed, hello.agent)
         )
 
-    def lend(self, memory: Buffer) -> Callable[[], None]:
-        return self._memory.lend(memory)
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
+        return self._memory.register_memory(memory)
 
     async def aclose(self) -> None:
         if not self._is_closed:

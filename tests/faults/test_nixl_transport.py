@@ -57,9 +57,9 @@ async def linked() -> AsyncIterator[tuple[StoreProcess, NixlTransport, NixlLink]
             await transport.aclose()
 
 
-async def lent(transport: NixlTransport, pool: StagingPool) -> None:
-    """Lend the pool's memory, and wait until it is registered."""
-    transport.lend(pool.arena)
+async def registered(transport: NixlTransport, pool: StagingPool) -> None:
+    """Register the pool's memory, and wait until it is."""
+    transport.register_memory(pool.arena)
     await transport._reactor.call(lambda agent: None)
     await asyncio.sleep(0)
     assert transport._memory.is_registered(pool.arena)
@@ -80,11 +80,11 @@ async def outcome(transfer: Awaitable[None]) -> BackendError | None:
 
 
 async def test_right_bytes(transports: str) -> None:
-    """Reads and writes of any range and alignment, in lent memory and in other, several pieces in
+    """Reads and writes of any range and alignment, in registered memory and in other, several pieces in
     one call: the right bytes, nothing around them touched, nothing held."""
     async with linked() as (store, transport, link):
         pool = StagingPool(8 << 20)
-        await lent(transport, pool)
+        await registered(transport, pool)
         for offset, nbytes in [(0, 4096), (1, 1), (4095, 70_001), (ARENA - 3_000_000, 3_000_000)]:
             memory = memoryview(bytearray(b"\xee" * (nbytes + 64)))
             with await pool.lease(nbytes) as lease:
@@ -155,7 +155,7 @@ async def test_a_store_that_hangs(transports: str) -> None:
     goes on, so does the link, and the memory comes back."""
     async with linked() as (store, transport, link):
         pool = StagingPool(8 << 20, pin=False)
-        await lent(transport, pool)
+        await registered(transport, pool)
         lease, loop = await pool.lease(PART), asyncio.get_running_loop()
         piece = Piece(PART, 0, lease.buffer)
         await link.read([piece], deadline=10)

@@ -1,4 +1,4 @@
-"""Memory lent to backends: it reaches the innermost, and comes back before it is freed."""
+"""Memory that backends register: they all hear of it, and in time of its end."""
 
 from __future__ import annotations
 
@@ -22,41 +22,43 @@ if TYPE_CHECKING:
     from cacheflow.types import Buffer
 
 
-class Borrower(MemoryBackend):
-    """Notes the loans that have not ended, and where the buffers of reads lie."""
+class Registrar(MemoryBackend):
+    """Notes what is registered, and whether the buffers of reads lie in it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.loans: list[Buffer] = []
+        self.registered: list[Buffer] = []
         self.where: list[bool] = []
         self.before_read = self._note
 
-    def lend(self, memory: Buffer) -> Callable[[], None]:
-        self.loans.append(memory)
-        return lambda: self.loans.remove(memory)
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
+        self.registered.append(memory)
+        return lambda: self.registered.remove(memory)
 
     async def _note(self, read: Read) -> None:
-        [loan] = self.loans
+        [memory] = self.registered
         first, size = read.buffer.address, read.buffer.nbytes
-        self.where.append(loan.address <= first and first + size <= loan.address + loan.nbytes)
+        self.where.append(
+            memory.address <= first and first + size <= memory.address + memory.nbytes
+        )
 
 
-async def test_a_loan_passes_every_decorator() -> None:
-    """What is lent to the outermost reaches the backend, and the end of the loan does too."""
-    inner, memory = Borrower(), buffer_from(bytearray(4096))
+async def test_it_passes_every_decorator() -> None:
+    """What is registered with the outermost reaches the backend, and so does the end of it."""
+    inner, memory = Registrar(), buffer_from(bytearray(4096))
     settings = TierSettings(name="t", backend="memory")
     throttled = ThrottledBackend(FaultyBackend(inner, []), Link(1e9, 0.0))
     tier = Encoded(await Tier.over(Guarded(throttled, "t"), settings), Codec.ZSTD, Stamp())
-    end = tier.lend(memory)
-    assert inner.loans == [memory]
+    end = tier.register_memory(memory)
+    assert inner.registered == [memory]
     end()
-    assert inner.loans == []
+    assert inner.registered == []
     await tier.aclose()
 
 
-async def test_a_session_lends_its_staging_memory(model_folder: Path) -> None:
-    """All loads of a session land in memory that was lent; the loan ends before it is freed."""
-    grid, store = TileGrid((32, 32, 64), 128), Borrower()
+async def test_a_session_registers_its_staging_memory(model_folder: Path) -> None:
+    """All loads of a session land in memory that is registered, until just before it is freed."""
+    grid, store = TileGrid((32, 32, 64), 128), Registrar()
     engine: Any = await TransformersEngine.open_model(
         model_folder, dtype="float32", grid=grid, chunk_tokens=16, kv_bytes=1 << 28
     )
@@ -69,10 +71,10 @@ async def test_a_session_lends_its_staging_memory(model_folder: Path) -> None:
             await flow.flush(10)
             await flow.session("a").forget()
         pool = flow.restorer.pool
-        assert store.loans == [pool.arena]
+        assert store.registered == [pool.arena]
         assert store.where
         assert all(store.where)
-    assert store.loans == []
+    assert store.registered == []
     await engine.aclose()
 
 
