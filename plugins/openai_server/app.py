@@ -19,6 +19,9 @@ from cacheflow.plugins.openai_server.completions import CompletionTurn
 from cacheflow.plugins.openai_server.errors import ApiError, error_response, from_validation
 from cacheflow.plugins.openai_server.exchange import Events, Whole
 from cacheflow.plugins.openai_server.gatekeeper import Gatekeeper
+from cacheflow.plugins.openai_server.response_schema import Response as Answered
+from cacheflow.plugins.openai_server.response_schema import ResponseRequest
+from cacheflow.plugins.openai_server.responses import ResponseTurn
 
 if TYPE_CHECKING:
     from cacheflow.plugins.openai_server.service import Service
@@ -58,6 +61,11 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/completions", response_model=Completion, responses={**_ERRORS, **_STREAMED})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         turn = CompletionTurn(service, body, request.state.tenant)
+        return Events(turn.events, seconds) if body.stream else Whole(turn.whole, seconds)
+
+    @app.post("/v1/responses", response_model=Answered, responses={**_ERRORS, **_STREAMED})
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        turn = ResponseTurn(service, body, request.state.tenant)
         return Events(turn.events, seconds) if body.stream else Whole(turn.whole, seconds)
 
     @app.get("/v1/models", responses={401: _ERRORS[401]})

@@ -85,6 +85,13 @@ Content = Annotated[
 """The same, or null."""
 
 
+class CacheOptions(Lenient):
+    """OpenAI's newer way to say how long; breakpoints are not needed here and do no harm."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+
+
 class CacheFields(Asked):
     """Who asks, in which conversation: what sessions and tenants are made of."""
 
@@ -93,6 +100,7 @@ class CacheFields(Asked):
     """Names a conversation (or several that begin alike): its KV is looked for there first."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """Advice on how long the conversation's KV is worth keeping."""
+    prompt_cache_options: CacheOptions | None = None
     user: str | None = Field(default=None, max_length=1024)
     safety_identifier: str | None = Field(default=None, max_length=1024)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
@@ -101,10 +109,12 @@ class CacheFields(Asked):
 
 
 class TokenDetails(Answered):
-    """Where the prompt's KV came from. ``cached`` is what was not prefilled as new; the other three
+    """Where the prompt's KV came from. ``cached`` is what was not prefilled as new; the last three
     say how much of it was in memory, loaded, and computed again in step with the loads."""
 
     cached_tokens: int
+    cache_write_tokens: int
+    """New tokens of the prompt that make whole chunks: what is stored for later."""
     resident_tokens: int
     loaded_tokens: int
     recomputed_tokens: int

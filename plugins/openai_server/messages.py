@@ -14,9 +14,9 @@ from cacheflow.plugins.openai_server.tool_calls import CLOSING, OPENING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheflow.plugins.openai_server.chat_schema import ChatTool, GivenCall, Message
+    from cacheflow.plugins.openai_server.chat_schema import ChatTool, Message
 
-__all__ = ["Rendered", "in_words", "plain_messages", "plain_tools"]
+__all__ = ["Rendered", "in_words", "plain_call", "plain_messages", "plain_tools"]
 
 Rendered: TypeAlias = dict[str, Any]
 """A message as a template takes it."""
@@ -49,17 +49,20 @@ def _plain(message: Message) -> Rendered:
     if message.tool_call_id:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+        plain["tool_calls"] = [
+            plain_call(call.id, call.function.name, call.function.arguments)
+            for call in message.tool_calls
+        ]
     return plain
 
 
-def _plain_call(call: GivenCall) -> dict[str, Any]:
+def plain_call(call_id: str, name: str, written: str) -> dict[str, Any]:
+    """A call; ``written``: its arguments, which are JSON unless a model made a mistake."""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:  # a model wrote it: the template shows it as it was
-        arguments = call.function.arguments
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
+        arguments = json.loads(written or "{}")
+    except ValueError:  # the template shows it as it was
+        arguments = written
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def in_words(messages: list[Rendered], tools: list[dict[str, Any]] | None) -> list[Rendered]:

@@ -45,6 +45,8 @@ _RULES: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "background": ((False,), "a response is made while its client waits"),
     "previous_response_id": ((), "responses are not kept: send the whole input again"),
     "conversation": ((), "conversations are not kept: send the whole input again"),
+    "context_management": (([],), "nothing is left out of a conversation silently"),
+    "moderation": ((), "there is no moderation"),
     "max_tool_calls": ((), "there are no built-in tools"),
 }
 
@@ -56,9 +58,11 @@ def refuse_what_cannot_be(body: BaseModel) -> None:
         value = getattr(body, name)
         if why and value is not None and value not in allowed:
             raise unsupported(name, why)
-    form = getattr(body, "response_format", None)
+    text = getattr(body, "text", None)
+    form = getattr(body, "response_format", None) or getattr(text, "format", None)
     if form is not None and form.type != "text":
-        raise unsupported("response_format", "an answer's form cannot be forced: ask for it")
+        where = "text.format" if text else "response_format"
+        raise unsupported(where, "an answer's form cannot be forced: ask for it in words")
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:

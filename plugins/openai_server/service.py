@@ -108,4 +108,4 @@ class Service:
 
     def usage(self, answer: Answer) -> Usage:
         """Token counts of a finished answer."""
-        return usage_of(answer, self.flow.engine.layout.num_layers)
+        return usage_of(answer, self.flow.engine.layout)
