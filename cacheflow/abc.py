@@ -177,6 +177,10 @@ class ChatTemplate(Protocol):
         """
         ...
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of ``text`` as it is, nothing added."""
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, special tokens left out."""
         ...

@@ -6,22 +6,20 @@ and words; knows nothing of HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
-from cacheflow.errors import CapacityError
 from cacheflow.plugins.openai_server.prefix import reason_for
 from cacheflow.plugins.openai_server.text import Detokenizer, StopFinder
 from cacheflow.plugins.openai_server.tool_calls import Call, CallFinder
 from cacheflow.session import Generation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator
     from typing import Any
 
-    from cacheflow.plugins.openai_server.conversations import Conversations, Lent, Scope
+    from cacheflow.plugins.openai_server.conversations import Lent, Scope
     from cacheflow.plugins.openai_server.messages import Rendered
     from cacheflow.plugins.openai_server.prefix import Fingerprint, Reason
     from cacheflow.plugins.openai_server.template import Words
@@ -44,6 +42,8 @@ class Job:
     forced: str = ""
     """Words at the end of the prompt that belong to the answer."""
     one_call: bool = False
+    keep_seconds: float | None = None
+    """How long the conversation's KV is worth keeping, if the client said so."""
     messages: list[Rendered] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
 
@@ -58,28 +58,10 @@ class Divergence:
     reason: Reason
 
 
-class _StopWhen(Collection[int]):
-    """Stop tokens, and from :attr:`now` on any token: so a turn ends as if the model had ended it,
-    and is kept."""
-
-    def __init__(self, tokens: frozenset[int]) -> None:
-        self._tokens = tokens
-        self.now = False
-
-    def __contains__(self, token: object) -> bool:
-        return self.now or token in self._tokens
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tokens)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-
 class Answer:
     """An answer as it is made. Read :meth:`pieces` to its end, or close it, then look."""
 
-    def __init__(self, job: Job, lent: Lent, words: Words, conversations: Conversations) -> None:
+    def __init__(self, job: Job, lent: Lent, words: Words) -> None:
         self.report = Generation()
         self.divergence: Divergence | None = None
         self.tokens: list[int] = []
@@ -88,8 +70,8 @@ class Answer:
         self._job = job
         self._lent = lent
         self._words = words
-        self._conversations = conversations
-        self._stop = _StopWhen(words.stop_tokens)
+        self._enough = False
+        """Nothing of what the model may still say is wanted."""
         self._text = Detokenizer(words.decode)
         self._stops = StopFinder(job.stops)
         self._calls = CallFinder(job.functions) if job.functions is not None else None
@@ -97,7 +79,7 @@ class Answer:
     @property
     def session(self) -> str:
         """Name of the conversation."""
-        return self._lent.conversation.session.id
+        return self._lent.session.id
 
     @property
     def prompt_tokens(self) -> int:
@@ -124,10 +106,18 @@ class Answer:
                 self.tokens.append(token)
                 for piece in self._add(token):
                     yield piece
+                if self._enough:  # closed, the session keeps and stores what it has
+                    break
         for piece in self._end():
             yield piece
-        conversation = self._lent.conversation
-        conversation.remember(self._job.prompt, self.tokens, self._job.made_of)
+        self._lent.conversation.remember(self._job.prompt, self.tokens, self._job.made_of)
+        await self._advise()
+
+    async def _advise(self) -> None:
+        """An agent that called a tool is back soon; what is to be kept for long says so."""
+        waiting, keep = self.finish_reason == "tool_calls", self._job.keep_seconds
+        if waiting or keep:
+            await self._lent.session.hint("waiting" if waiting else "idle", ttl=keep)
 
     def _add(self, token: int) -> list[Piece]:
         if token in self._words.stop_tokens:
@@ -137,7 +127,7 @@ class Answer:
 
     def _certain(self, text: str) -> list[Piece]:
         if self._stops.found:
-            self.finish_reason, self._stop.now = "stop", True
+            self.finish_reason, self._enough = "stop", True
         if self._calls is None:
             return [text] if text else []
         return self._allowed(self._calls.add(text)) if text else []
@@ -158,28 +148,14 @@ class Answer:
                 break
             allowed.append(piece)
             self._called += isinstance(piece, Call)
-        self._stop.now |= bool(self._called and self._job.one_call)
+        self._enough |= bool(self._called and self._job.one_call)
         return allowed
 
-    async def _generate(self) -> AsyncGenerator[int, None]:
-        """The tokens; where KV memory is short, idle conversations leave it before the first."""
-        job = self._job
-        while True:
-            self.report = Generation()
-            tokens = self._lent.conversation.session.generate(
-                job.prompt,
-                max_new_tokens=job.max_new_tokens,
-                stop_tokens=self._stop,
-                report=self.report,
-            )
-            async with aclosing(cast("AsyncGenerator[int, None]", tokens)):
-                try:
-                    first = await anext(tokens)
-                except CapacityError:
-                    if not await self._conversations.make_room():
-                        raise
-                    continue
-                yield first
-                async for token in tokens:
-                    yield token
-                return
+    def _generate(self) -> AsyncGenerator[int, None]:
+        tokens = self._lent.session.generate(
+            self._job.prompt,
+            max_new_tokens=self._job.max_new_tokens,
+            stop_tokens=self._words.stop_tokens,
+            report=self.report,
+        )
+        return cast("AsyncGenerator[int, None]", tokens)

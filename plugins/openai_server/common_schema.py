@@ -58,6 +58,9 @@ def _joined(value: object) -> object:
     return "\n".join(texts)
 
 
+_RETENTION: Final = {"30m": 1800.0, "12h": 43200.0, "24h": 86400.0}
+"""Seconds; what only says that memory is enough says nothing to us."""
+
 _PARTS_SCHEMA: Final = {
     "anyOf": [
         {"type": "string"},
@@ -106,6 +109,14 @@ class CacheFields(Asked):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """Stored KV is shared only among requests of the same salt."""
     metadata: dict[str, Any] | None = None
+
+    @property
+    def keep_seconds(self) -> float | None:
+        """How long the conversation's KV is worth keeping; None: nothing is said."""
+        options = self.prompt_cache_options
+        if options is not None and options.ttl is not None:
+            return _RETENTION[options.ttl]
+        return _RETENTION.get(self.prompt_cache_retention or "")
 
 
 class TokenDetails(Answered):

@@ -1,8 +1,9 @@
 """Which session a request goes on with: conversations by name, by what they hold, or new ones.
 
-Owns the sessions' names and what each holds in tokens. A conversation is lent to one request at a
-time; another request under the same name meanwhile gets a branch of its own, which shares the
-memory of what both begin with. Never are two tenants', or two users', conversations mixed.
+Owns the sessions' names and knows what each held in tokens, in memory or not. A conversation is
+lent to one request at a time; another request under the same name meanwhile gets a branch of its
+own, which shares the memory of what both begin with. Never are two tenants', or two users',
+conversations mixed.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Scope:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """A session as the server knows it."""
+    """What the server knows of a session."""
 
-    session: Session
+    name: str
     scope: Scope
     history: History | None = None
     busy: bool = False
@@ -53,6 +54,7 @@ class Lent:
     """A conversation, and what the prompt was compared with to choose it."""
 
     conversation: Conversation
+    session: Session
     compared: History | None
     """Of the best known conversation of the scope, which may be another one."""
     common: int
@@ -72,47 +74,37 @@ class Conversations:
     @asynccontextmanager
     async def lend(self, scope: Scope, prompt: Sequence[int]) -> AsyncIterator[Lent]:
         """The conversation that ``prompt`` goes on with, for this request alone."""
-        lent = self._choose(scope, packed(prompt))
-        conversation = lent.conversation
+        conversation, compared, common = self._choose(scope, packed(prompt))
         conversation.busy = True
         conversation.last_used = next(self._turn)
         try:
             await self._keep_within_bounds()
-            yield lent
+            yield Lent(conversation, self._session(conversation), compared, common)
         finally:
             conversation.busy = False
-
-    async def make_room(self) -> bool:
-        """Take the KV of the idle conversation that was not used for longest from memory; whether
-        there was one."""
-        idle = [c for c in self._all() if not c.busy and c.session.resident_tokens]
-        if not idle:
-            return False
-        await min(idle, key=lambda c: c.last_used).session.forget()
-        return True
 
     def __len__(self) -> int:
         return sum(map(len, self._scopes.values()))
 
-    def _choose(self, scope: Scope, prompt: bytes) -> Lent:
+    def _choose(self, scope: Scope, prompt: bytes) -> tuple[Conversation, History | None, int]:
         known = self._scopes.get(scope, [])
         idle = [(self._common(c, prompt), c) for c in known if not c.busy]
         common, best = max(idle, key=lambda pair: (pair[0], pair[1].last_used), default=(0, None))
         full = scope.key is not None and len(known) >= self.branches
         compared = best.history if best else None
         if best is not None and (full or _goes_on(best, common)):
-            return Lent(best, compared, common)
-        made = Conversation(self.flow.session(self._name(scope)), scope)
+            return best, compared, common
+        made = Conversation(f"{scope.key or 'anonymous'}#{next(self._turn)}", scope)
         self._scopes.setdefault(scope, []).append(made)
-        return Lent(made, compared if scope.key else None, common)
+        return made, compared if scope.key else None, common
 
     @staticmethod
     def _common(conversation: Conversation, prompt: bytes) -> int:
         history = conversation.history
         return common_tokens(history.tokens, prompt) if history else 0
 
-    def _name(self, scope: Scope) -> str:
-        return f"{scope.key or 'anonymous'}#{next(self._turn)}"
+    def _session(self, conversation: Conversation) -> Session:
+        return self.flow.session(conversation.name, tenant=conversation.scope.tenant)
 
     async def _keep_within_bounds(self) -> None:
         while len(self) > self.most:
@@ -121,7 +113,7 @@ class Conversations:
                 return
             oldest = min(idle, key=lambda c: c.last_used)
             self._remove(oldest)
-            await oldest.session.forget()
+            await self._session(oldest).forget()
 
     def _remove(self, conversation: Conversation) -> None:
         known = self._scopes[conversation.scope]

@@ -99,7 +99,7 @@ class Service:
         async with self.admission.place():
             job = await prepare()
             async with self.conversations.lend(job.scope, job.prompt) as lent:
-                answer = Answer(job, lent, self.words, self.conversations)
+                answer = Answer(job, lent, self.words)
                 await answer.compare()
                 try:
                     yield answer
@@ -108,4 +108,4 @@ class Service:
 
     def usage(self, answer: Answer) -> Usage:
         """Token counts of a finished answer."""
-        return usage_of(answer, self.flow.engine.layout)
+        return usage_of(answer, self.flow.engine.layout.chunk_tokens)

@@ -21,7 +21,6 @@ from cacheflow.plugins.openai_server.metrics import ServerSeries
 from cacheflow.plugins.openai_server.service import Service
 from cacheflow.plugins.openai_server.settings import ServerSettings
 from cacheflow.plugins.openai_server.template import Words
-from cacheflow.plugins.openai_server.tokenizer_chat import chat_of
 from cacheflow.registry import load_engine
 from cacheflow.session import CacheFlow
 from cacheflow.settings import Settings
@@ -78,7 +77,11 @@ async def opened_service(
         ConfigError: the model has no chat template, or a setting cannot be used.
     """
     observer = PrometheusObserver()
-    words = Words(await asyncio.to_thread(chat_of, engine, server.chat_template))
+    if engine.chat is None:
+        raise ConfigError(
+            f"model {model!r}: no tokenizer with a chat template in its folder"
+        )
+    words = await asyncio.to_thread(Words, engine.chat)
     try:
         async with CacheFlow.open(settings, engine=engine, observer=observer) as flow:
             with watch(observer, flow.restorer, model=model, policy=settings.policy):

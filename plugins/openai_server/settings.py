@@ -6,7 +6,6 @@ Says what is allowed and nothing else. What tiers there are and how much memory 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError
@@ -68,8 +67,6 @@ class ServerSettings(BaseSettings):
     drain_seconds: float = Field(default=30.0, ge=0)
     """After SIGTERM running requests have as long to end; then they are cancelled."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
-    chat_template: Path | None = None
-    """A Jinja file instead of the template in the model's folder."""
 
     def __init__(self, **values: Any) -> None:
         try:

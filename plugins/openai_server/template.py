@@ -10,11 +10,13 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cacheflow.errors import ConfigError
 from cacheflow.plugins.openai_server.messages import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cacheflow.abc import ChatTemplate
     from cacheflow.plugins.openai_server.messages import Rendered
 
 __all__ = ["Words"]
@@ -27,10 +29,10 @@ _PROBE = [{"type": "function", "function": {"name": "probe", "description": "p",
 class Words:
     """Use :meth:`aclose` at the end: it owns a thread."""
 
-    def __init__(self, chat: Any) -> None:
+    def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-render")
-        self.stop_tokens: frozenset[int] = frozenset(chat.stop_tokens)
+        self.stop_tokens = chat.stop_tokens
         self._knows_tools = _knows_tools(chat)
 
     async def render(
@@ -47,11 +49,11 @@ class Words:
 
     async def encode(self, text: str) -> list[int]:
         """Tokens of ``text`` as it is."""
-        return await self.off_loop(lambda: list(self._chat.encode(text)))
+        return await self.off_loop(lambda: self._chat.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a few tokens, without those that only delimit."""
-        return str(self._chat.decode(tokens))
+        return self._chat.decode(tokens)
 
     async def message_at(
         self, token: int, messages: list[Rendered], tools: list[dict[str, Any]] | None
@@ -74,7 +76,7 @@ class Words:
     ) -> list[int]:
         if not self._knows_tools:
             messages, tools = in_words(messages, tools), None
-        return list(self._chat.render(messages, tools=tools, add_generation_prompt=answer))
+        return self._chat.render(messages, tools, answer)
 
     def _message_at(
         self, token: int, messages: list[Rendered], tools: list[dict[str, Any]] | None
@@ -84,15 +86,16 @@ class Words:
             middle = (low + high) // 2
             try:
                 end = len(self._render(messages[: middle + 1], tools, answer=False))
-            except Exception:  # a template may refuse half a conversation with any error of its own
+            except ConfigError:  # a template may refuse half a conversation
                 return None
             low, high = (low, middle) if token < end else (middle + 1, high)
         return low
 
 
-def _knows_tools(chat: Any) -> bool:
+def _knows_tools(chat: ChatTemplate) -> bool:
     """Whether the template says anything else when there is a tool."""
     talk = [{"role": "user", "content": "p"}]
-    return list(chat.render(talk, tools=_PROBE, add_generation_prompt=True)) != list(
-        chat.render(talk, tools=None, add_generation_prompt=True)
-    )
+    try:
+        return chat.render(talk, _PROBE) != chat.render(talk)
+    except ConfigError:  # it fails over a tool it does not know, or over so little talk
+        return False

@@ -14,19 +14,18 @@ from cacheflow.plugins.openai_server.common_schema import (
 
 if TYPE_CHECKING:
     from cacheflow.plugins.openai_server.answering import Answer
-    from cacheflow.types import KVLayout
 
 __all__ = ["report_of", "usage_of"]
 
 
-def usage_of(answer: Answer, layout: KVLayout) -> Usage:
+def usage_of(answer: Answer, chunk_tokens: int) -> Usage:
     """Of a finished answer. The same numbers whether it was streamed or not."""
     prompt, made = answer.prompt_tokens, len(answer.tokens)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=made,
         total_tokens=prompt + made,
-        prompt_tokens_details=_details(answer, layout),
+        prompt_tokens_details=_details(answer, chunk_tokens),
         completion_tokens_details=OutputDetails(),
     )
 
@@ -49,19 +48,12 @@ def report_of(answer: Answer) -> Report:
     )
 
 
-def _details(answer: Answer, layout: KVLayout) -> TokenDetails:
-    """A token of which some layers were loaded and others computed counts by layers. What was
-    neither was in memory, this conversation's or another's."""
-    cached, done = answer.report.cached_tokens, answer.report.restoration
-    layers, chunk = layout.num_layers, layout.chunk_tokens
-    loaded = recomputed = 0
-    if done is not None:
-        loaded = min(cached, round(sum(done.loaded_cells.values()) / layers))
-        recomputed = min(cached - loaded, round(done.recomputed_cells / layers))
+def _details(answer: Answer, chunk: int) -> TokenDetails:
+    used = answer.report.usage
     return TokenDetails(
-        cached_tokens=cached,
-        cache_write_tokens=max(0, answer.prompt_tokens // chunk * chunk - cached),
-        resident_tokens=cached - loaded - recomputed,
-        loaded_tokens=loaded,
-        recomputed_tokens=recomputed,
+        cached_tokens=used.cached_tokens,
+        cache_write_tokens=max(0, answer.prompt_tokens // chunk * chunk - used.cached_tokens),
+        resident_tokens=used.resident_tokens,
+        loaded_tokens=used.loaded_tokens,
+        recomputed_tokens=used.recomputed_tokens,
     )

@@ -48,6 +48,10 @@ class TemplateChat:
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             # A template is a program: what it does not take ends in whatever it happens to raise.
             raise ConfigError(f"the model's chat template refuses the messages: {error}") from None
+        return self.encode(text)
+
+    def encode(self, text: str) -> list[int]:
+        """See :meth:`cacheflow.abc.ChatTemplate.encode`."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
