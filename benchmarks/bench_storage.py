@@ -1,9 +1,14 @@
 """Storage backends against the bare machine, in one run and interleaved.
 
 nvme reads against fio (psync, O_DIRECT, the very same files, as many jobs as the backend has
-threads), dram loads against memcpy on as many threads (with and without verifying checksums),
+threads), a dram tier against memcpy on as many threads (with and without verifying checksums),
 throttled links against what they are set to, warm lookups of a prefix, and how long making a
 prompt's keys holds up the event loop. Medians of rounds, with the spread of the paired ratios.
+
+"dram into KV" is the whole way from the tier into KV memory, as the restorer goes it, with one
+thread for the engine's copy: lent bytes are copied once, from where they are stored (reading them
+costs nothing by itself); staged ones are copied out of the tier first, as by backends that do not
+lend. "dram load" is that first copy alone, on the backend's threads.
 """
 
 from __future__ import annotations
@@ -18,13 +23,15 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvloop
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from storage_paths import Copying, into_memory, tier_over
 from storage_reference import fio, memcpy
 
 from cacheflow.kv import chunk_keys, extend_keys, format_name, key_root, seal, verify
@@ -33,12 +40,14 @@ from cacheflow.session import TOKENS_IN_ONE_GO
 from cacheflow.storage_backends.dram import DramBackend
 from cacheflow.storage_backends.nvme import NvmeBackend
 from cacheflow.storage_backends.throttled import Link, ThrottledBackend
+from cacheflow.tiers import Guarded
 from cacheflow.types import ChunkKey, KVLayout, ObjectKey, Read, Span, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from cacheflow.abc import StorageBackend
+    from cacheflow.tiers.tier import Tier
     from cacheflow.types import Buffer, ChunkInfo
 
 MIB = 1 << 20
@@ -74,6 +83,10 @@ class Row:
             "target": self.target,
             "rounds": len(ratios),
         }
+
+
+Ways: TypeAlias = "dict[str, tuple[Row | None, Callable[[], Awaitable[float]]]]"
+"""By name: its row (None: it is only a reference), and one round, in bytes a second."""
 
 
 def layout_of(size: int) -> KVLayout:
@@ -180,40 +193,90 @@ async def bench_nvme(
 
 
 async def bench_dram(options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
-    """Loads, with and without verifying, against copying as much on as many threads."""
+    """Against copying as much on as many threads: what lies in the tier into KV memory, as the
+    restorer brings it there, lent and staged; and the backend's loads alone."""
     rows = []
-    threads = options.copy_threads
     for size in SIZES:
         count = options.mib * MIB // size
-        capacity = count * (size + 4096)
-        backend = await DramBackend.open({"capacity_bytes": capacity, "threads": threads})
-        ranges = payloads(await fill(backend, size, count))
+        infos, tiers = await dram_tiers(size, count, options.copy_threads)
         source = StagingPool(count * size)
         target = StagingPool(DEPTH * options.batch * size)
         for pool in (source, target):
             pool.view[:] = bytes(len(pool.view))
-        name = f"dram load {size // MIB} MiB"
-        plain = Row(name, f"memcpy x{threads}", 0.85)
-        verified = Row(f"{name}, verified", f"memcpy x{threads}", None)
-
-        def check(info: ChunkInfo, data: memoryview) -> None:
-            verify(info, info.key.layers, data)
-
+        ways = dram_ways(size, options, infos, tiers, target)
+        for threads in {1, options.copy_threads}:
+            copy = partial(asyncio.to_thread, memcpy, source, target, size, count, threads)
+            ways[f"memcpy x{threads}"] = (None, copy)
         for number in range(options.rounds):
-            for who in random.Random(number).sample(["plain", "verified", "memcpy"], 3):
-                if who == "memcpy":
-                    speed = await asyncio.to_thread(memcpy, source, target, size, count, threads)
-                    plain.theirs.append(speed)
-                    verified.theirs.append(speed)
-                else:
-                    row, then = (plain, None) if who == "plain" else (verified, check)
-                    row.ours.append(await load_all(backend, ranges, DEPTH, options.batch, then))
+            order = random.Random(number).sample(list(ways), len(ways))
+            speeds = {name: await ways[name][1]() for name in order}
+            for name, (row, _) in ways.items():
+                if row is not None:
+                    row.ours.append(speeds[name])
+                    row.theirs.append(speeds[row.reference])
             tick()
-        await source.aclose()
-        await target.aclose()
-        await backend.aclose()
-        rows += [plain, verified]
+        for tier in tiers.values():
+            await tier.aclose()
+        await asyncio.gather(source.aclose(), target.aclose())
+        rows += [row for row, _ in ways.values() if row is not None]
     return rows
+
+
+async def dram_tiers(
+    size: int, count: int, threads: int
+) -> tuple[dict[str, list[ChunkInfo]], dict[str, Tier]]:
+    """A tier that lends and one that copies, each with ``count`` objects, and these objects."""
+    infos, tiers = {}, {}
+    for name, kind in (("lent", DramBackend), ("staged", Copying)):
+        options = {"capacity_bytes": count * (size + 4096), "threads": threads}
+        tiers[name] = await tier_over(await kind.open(options))
+        infos[name] = await fill(tiers[name], size, count)
+    return infos, tiers
+
+
+def dram_ways(
+    size: int,
+    options: argparse.Namespace,
+    infos: dict[str, list[ChunkInfo]],
+    tiers: dict[str, Tier],
+    target: StagingPool,
+) -> Ways:
+    """What is measured."""
+    ways: Ways = {}
+    for verified in (False, True):
+        also = ", verified" if verified else ""
+        for name, tier in tiers.items():
+            goal = 0.85 if name == "lent" and not verified else None
+            row = Row(f"dram into KV, {size // MIB} MiB, {name}{also}", "memcpy x1", goal)
+            once = partial(
+                into_memory,
+                tier,
+                infos[name],
+                target,
+                depth=DEPTH,
+                batch=options.batch,
+                threads=1,
+                verify=verified,
+            )
+            ways[row.name] = (row, once)
+        reference, goal = f"memcpy x{options.copy_threads}", None if verified else 0.85
+        row = Row(f"dram load, {size // MIB} MiB{also}", reference, goal)
+        backend = innermost(tiers["staged"])
+        then = check if verified else None
+        ranges = payloads(infos["staged"])
+        ways[row.name] = (row, partial(load_all, backend, ranges, DEPTH, options.batch, then))
+    return ways
+
+
+def innermost(tier: Tier) -> StorageBackend:
+    """The backend behind the guard."""
+    assert isinstance(tier.inner, Guarded)
+    return tier.inner.inner
+
+
+def check(info: ChunkInfo, data: memoryview) -> None:
+    """What a verifier does with one payload."""
+    verify(info, info.key.layers, data)
 
 
 async def bench_links(options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:

@@ -10,8 +10,9 @@ import asyncio
 import ctypes
 import time
 from collections import deque
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field
@@ -23,12 +24,12 @@ from cacheflow.storage_backends.checks import check_extents, check_reads, check_
 from cacheflow.storage_backends.copying import Copies, Copy
 from cacheflow.storage_backends.options import Options
 from cacheflow.storage_backends.threads import IoThreads
-from cacheflow.types import Capabilities, Lent, Loan, TransferResult, TransferStatus
+from cacheflow.types import Buffer, Capabilities, Lent, Loan, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, Extent, ObjectKey, Read, Write
+    from cacheflow.types import ChunkInfo, ChunkKey, Extent, ObjectKey, Read, Write
 
 __all__ = ["DramBackend", "DramOptions"]
 
@@ -94,9 +95,10 @@ class DramBackend(StorageBackend):
         """See the contract. What is deleted or replaced while it is lent takes room until then."""
         self._check()
         check_extents(extents)
-        with ExitStack() as held:
-            parts = [self._lend(extent, held) for extent in extents]
-            return Loan(parts, held.pop_all().close)
+        parts = [self._lend(extent) for extent in extents]
+        lent = [part.buffer for part in parts if part.buffer is not None]
+        _acquire(lent)
+        return Loan(parts, partial(_release, lent))
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         """See the contract. One after another, so that a replaced object makes room for the next;
@@ -140,17 +142,16 @@ class DramBackend(StorageBackend):
             self._objects.clear()
             await self._arena.aclose()
 
-    def _lend(self, extent: Extent, held: ExitStack) -> Lent:
+    def _lend(self, extent: Extent) -> Lent:
         item = self._find(extent.key)
         if item is None:
             return Lent(extent, TransferStatus.MISSING)
-        if extent.offset + extent.nbytes > item.nbytes:
+        first, stop = extent.offset, extent.offset + extent.nbytes
+        if stop > item.nbytes:
             return Lent(extent, TransferStatus.SHORT)
-        buffer = item.lease.part(extent.offset, extent.nbytes)
-        buffer.hold.acquire()
-        held.callback(buffer.hold.release)
-        view = item.lease.view[extent.offset : extent.offset + extent.nbytes].toreadonly()
-        return Lent(extent, TransferStatus.OK, replace(buffer, view=view))
+        whole, view = item.lease.buffer, item.lease.view.toreadonly()[first:stop]
+        buffer = Buffer(whole.address + first, extent.nbytes, whole.kind, view, whole.hold)
+        return Lent(extent, TransferStatus.OK, buffer)
 
     async def _store(self, write: Write) -> TransferResult:
         """One write, whose parts are held; they are released when the copy has ended."""

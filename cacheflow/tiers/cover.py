@@ -36,6 +36,8 @@ def cover(infos: Sequence[ChunkInfo], layers: Span, heads: Span) -> list[Take]:
     Raises:
         LookupError: some layer is not there with all heads.
     """
+    if infos and infos[0].key.layers.covers(layers) and infos[0].key.heads == heads:
+        return [Take(infos[0], layers, heads)]  # the usual case
     takes: list[Take] = []
     layer = layers.start
     while layer < layers.stop:

@@ -168,12 +168,13 @@ class Tier(StorageBackend):
             if loan is None:
                 return None
             held.enter_context(loan)
+            holds = self.catalogue.holds
             for part in loan.parts:
                 if part.status is TransferStatus.MISSING:
                     self._missed(part.extent.key, look)
                 elif (entry := self.catalogue.find(part.extent.key)) is not None:
-                    self.catalogue.holds.begin_read(entry)
-                    held.callback(self.catalogue.holds.end_read, entry)
+                    holds.begin_read(entry)
+                    held.callback(holds.end_read, entry)
             return Loan(loan.parts, held.pop_all().close)
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
