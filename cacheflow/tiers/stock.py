@@ -204,11 +204,24 @@ class Stock:
             if deleted is None:
                 self.suspects += len(keys)
         for key, entry, was_there in zip(keys, before, deleted, strict=True):
-            if self.catalogue.find(key) is entry:
+            if entry is not None and self.catalogue.find(key) is entry:
                 self.gone(key, reason if was_there else "vanished")
-            else:
-                self._unsure(key)
         self.tell_usage()
+        return deleted
+
+    async def _delete_known(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Delete; whatever was in doubt about ``keys`` is known then, but for what was on its way
+        in when the delete began: that may still arrive."""
+        idle = [key for key in keys if key in self._doubts and self._is_idle(key)]
+        with self.changes.deleting(keys) as change:
+            try:
+                deleted = await self.inner.delete(keys)
+            finally:
+                for key in filter(change.was_stored, keys):
+                    self._unsure(key)
+            for key in idle:
+                if not change.was_stored(key):
+                    self._decided(key)
         return deleted
 
     def _unsure(self, key: ObjectKey) -> None:
@@ -216,16 +229,6 @@ class Stock:
         entry = self.catalogue.drop(key)
         if entry is not None:
             self.doubt(entry.key, entry.nbytes, entry.tenant)
-
-    async def _delete_known(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Delete; whatever was in doubt about ``keys`` is known then, but for what was on its way
-        in when the delete began: that may still arrive."""
-        idle = [key for key in keys if key in self._doubts and self._is_idle(key)]
-        with self.changes.of(keys):
-            deleted = await self.inner.delete(keys)
-        for key in idle:
-            self._decided(key)
-        return deleted
 
     def gone(self, key: ObjectKey, reason: str) -> None:
         """The object was not there when somebody looked."""

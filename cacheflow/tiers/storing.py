@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.tiers.catalogue import Leaving
+    from cacheflow.tiers.changes import Look
     from cacheflow.tiers.keeper import Keeper
     from cacheflow.tiers.stock import Stock
     from cacheflow.types import Write
@@ -52,12 +53,12 @@ class Storing:
             await self._make_room(writes, pending, results)
             if pending:
                 places, asked = list(pending), list(pending.values())
-                with self._stock.changes.of([write.info.key for write in asked]):
+                with self._stock.changes.storing(write.info.key for write in asked) as change:
                     was_asked = True
                     ended = await self._store(asked)
                     for place, result in zip(places, ended, strict=True):
                         results[place] = result
-                        self._ended(pending.pop(place), result)
+                        self._ended(pending.pop(place), result, change)
         finally:
             for write in pending.values():
                 self._release(write)
@@ -127,9 +128,9 @@ class Storing:
 
     # -- how a write ended ---------------------------------------------------------------------
 
-    def _ended(self, write: Write, result: TransferResult) -> None:
+    def _ended(self, write: Write, result: TransferResult, change: Look) -> None:
         self._release(write)
-        if result.status is TransferStatus.OK:
+        if result.status is TransferStatus.OK and change.is_only_store(write.info.key):
             self._stock.arrived(write.info)
         elif result.status not in _UNCHANGED:
             self._doubt(write)
