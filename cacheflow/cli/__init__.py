@@ -13,7 +13,18 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from cacheflow import __version__
-from cacheflow.cli import bench, demo, doctor, profile, serve, simulate, store, timeline, top
+from cacheflow.cli import (
+    bench,
+    demo,
+    doctor,
+    explain,
+    profile,
+    serve,
+    simulate,
+    store,
+    timeline,
+    top,
+)
 from cacheflow.errors import CacheFlowError
 
 __all__ = ["app", "main"]
@@ -43,6 +54,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("explain")(explain.explain)
 app.command("profile")(profile.profile)
 app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)
