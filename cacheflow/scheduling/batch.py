@@ -162,6 +162,33 @@ class BatchScheduler(Ranking):
                     return work
         return None
 
+    def feed(self, request_id: str, start: int) -> None:
+        """The hidden state that the tile or suffix piece at token ``start`` begins with has come
+        from the stage before."""
+        frontier = self._requests.get(request_id)
+        if frontier is not None:
+            with self._gate:
+                frontier.feed(start)
+                self._changed(frontier, self._clock.now())
+
+    def pass_on(self, request_id: str, start: int) -> None:
+        """The stage behind cannot do without what comes out of the last layer for the tile at
+        token ``start``: compute it, or go through it once more."""
+        frontier = self._requests.get(request_id)
+        if frontier is not None:
+            with self._gate:
+                frontier.pass_on(start)
+                self._changed(frontier, self._clock.now())
+
+    def starving(self, request_id: str) -> list[int]:
+        """First tokens of tiles that have to be recomputed and that no channel can feed: the stage
+        before has to."""
+        frontier = self._requests.get(request_id)
+        if frontier is None:
+            return []
+        with self._gate:
+            return frontier.starving()
+
     def wake_at(self, now: float) -> float:
         """When to ask :meth:`next_compute` again although nothing ended (may be infinite)."""
         with self._gate:
@@ -353,6 +380,7 @@ class BatchScheduler(Ranking):
             layers=reach.layers,
             chunks=reach.chunks,
             nbytes=reach.nbytes,
+            hidden=reach.hidden,
         )
         frontier.start(load)
         self._outlook.channel(channel).started(load.id, load.nbytes, now)

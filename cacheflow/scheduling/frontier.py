@@ -4,9 +4,10 @@ Compute walks cells forward (tile by tile, layer by layer), loads walk them back
 they meet the recomputed set is a staircase and the meeting tile is split by layer. Holes (cells no
 channel has) force their tile forward; loads then first fetch what the holes depend on.
 
-Built up in three steps: the ledger (amounts), the expectations (seconds) and the load side; here
-is the compute side. Every method expects the caller to hold the scheduler's gate: the compute
-thread claims layers while the event loop claims and commits loads. Knows no engine, bytes or tasks.
+Built up in steps: the ledger (amounts), the expectations (seconds), what tiles are fed with and
+the load side; here is the compute side. Every method expects the caller to hold the scheduler's
+gate: the compute thread claims layers while the event loop claims and commits loads. Knows no
+engine, bytes or tasks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Frontier(Loading):
         for i, piece in enumerate(self.spec.suffix):
             low = self.suffix_low[i]
             if low < self.spec.num_layers:
-                ready = self._advance_front(low) == len(self.tiles)
+                ready = self._advance_front(low) == len(self.tiles) and self.suffix_fed[i]
                 return TileWork(self.spec.id, piece, low, is_suffix=True) if ready else None
         return None
 
@@ -112,6 +113,8 @@ class Frontier(Loading):
             state = self.tiles[t]
             state.running = False
             state.low = next_layer
+            if next_layer == self.spec.num_layers:
+                state.passing = False
             self._refresh(t)
 
     def aborted(self, work: TileWork) -> None:
@@ -122,6 +125,7 @@ class Frontier(Loading):
         t = self.index(work)
         state = self.tiles[t]
         state.undo(work.first_layer)
+        self.starve(t)
         for member in self.family:
             member._front = [min(front, t) for front in member._front]
         self._refresh(t)
@@ -132,7 +136,7 @@ class Frontier(Loading):
             return _INFINITE
         for t in self._candidates():
             state = self.tiles[t]
-            target = self._target(t, state.low)
+            target = self._target(t, state.low) if self.is_fed(t) else None
             if target is not None and not state.committing >> target & 1:
                 cost = self._outlook.layer_bound(state.work) or 0.0
                 seconds = cost * (target - state.low + 1) * self._price(state, target)
@@ -166,20 +170,22 @@ class Frontier(Loading):
         """The lowest cell at or above ``layer`` that still has to become ready, if reachable."""
         state = self.tiles[t]
         open_cells = (state.full & ~state.ready) >> layer << layer
+        if state.passing:
+            open_cells |= 1 << (self.spec.num_layers - 1)
         if not open_cells or self._advance_front(layer) < t:
             return None
         return (open_cells & -open_cells).bit_length() - 1
 
     def _decide(self, t: int, layer: int, now: float) -> Claim:
         target = self._target(t, layer)
-        if target is None:
+        if target is None or not (layer or self.is_fed(t)):
             return Claim.REFUSED
         state = self.tiles[t]
         if state.committing >> target & 1:
             return Claim.REFUSED
         if state.must <= target and not self._worth(state, target, layer, now):
             return Claim.REFUSED
-        return Claim.WRITE if target == layer else Claim.THROUGH
+        return Claim.THROUGH if state.ready >> layer & 1 else Claim.WRITE
 
     def _worth(self, state: TileState, target: int, layer: int, now: float) -> bool:
         if not self.policy.hedges:

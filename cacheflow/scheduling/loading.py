@@ -6,10 +6,9 @@ the suffix last, in the order in which the suffix will need it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.scheduling.expectations import Expectations
+from cacheflow.scheduling.feeding import Feeding, Reach
 from cacheflow.types import Span
 
 if TYPE_CHECKING:
@@ -28,22 +27,17 @@ _LEAST_HELD: Final = 4
 """Cells: fewer would win less than a load that lands late costs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Cells a channel could be asked for in one load."""
-
-    tile: int
-    layers: Span
-    chunks: tuple[int, ...]
-    nbytes: int
-
-
-class Loading(Expectations):
+class Loading(Feeding):
     """A request as channels see it."""
 
     def next_reach(self, channel: str, now: float) -> Reach | None:
-        """The cells ``channel`` should be asked for next, from the back."""
-        if self.cancelled or channel not in self._strides or not self.own_bytes(channel):
+        """What ``channel`` should be asked for next: an activation that compute is about to need,
+        else cells from the back."""
+        if self.cancelled or channel not in self._strides:
+            return None
+        if self.spec.fed and (feed := self.next_feed(channel, now)) is not None:
+            return feed
+        if not self.own_bytes(channel):
             return None
         if self._by_layers:
             return self._top_layer(channel, now)

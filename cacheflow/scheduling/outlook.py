@@ -82,7 +82,7 @@ class Outlook:
         """Left to be computed, if nothing more were loaded, of all requests."""
         self.all_suffixes = Work()
         """What of it no load can save."""
-        self._max_load_bytes = max_load_bytes
+        self.max_load_bytes = max_load_bytes
         self._claim_ahead = claim_ahead
         self._current: Tile | None = None
         self._claimed_at = 0.0
@@ -198,7 +198,7 @@ class Outlook:
             return 1
         left = model.in_flight_bytes + free
         nbytes = max(left / parts, min(bandwidth * least_seconds, left * 0.125))
-        nbytes = min(nbytes, self._max_load_bytes)
+        nbytes = min(nbytes, self.max_load_bytes)
         return max(1, int(nbytes / stride))
 
     # -- both ----------------------------------------------------------------------------------

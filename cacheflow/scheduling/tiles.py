@@ -59,6 +59,7 @@ class TileState:
         "must",
         "only",
         "parts",
+        "passing",
         "ready",
         "running",
         "tile",
@@ -84,6 +85,8 @@ class TileState:
         self.running = False
         self.asked = 0
         """Layers that compute has to pass whatever can be loaded: another rank cannot load them."""
+        self.passing = False
+        """The stage behind wants what comes out of the last layer: compute has to get there."""
         # Derived, see refresh().
         self.loadable = self.in_flight = self.must = self.free = 0
         self.wanted: dict[str, int] = {}
@@ -106,7 +109,7 @@ class TileState:
 
     @property
     def complete(self) -> bool:
-        return self.ready == self.full
+        return self.ready == self.full and not self.passing
 
     def refresh(self) -> None:
         """Derive what decisions ask for from what happened.
@@ -124,7 +127,8 @@ class TileState:
         self.loadable = loadable
         self.in_flight = in_flight & ~self.ready
         self.free = self.full & ~(self.ready | in_flight)
-        self.must = max((self.full & ~(loadable | self.ready)).bit_length(), self.asked)
+        missing = self.full if self.passing else self.full & ~(loadable | self.ready)
+        self.must = max(missing.bit_length(), self.asked)
         floor = max(self.low, self.must)
         self._want((loadable & ~self.ready) >> floor << floor)
 

@@ -26,6 +26,7 @@ from cacheflow.types.geometry import (
     PAGE,
     KVLayout,
     Segment,
+    Shard,
     Span,
     Tile,
     TileGrid,

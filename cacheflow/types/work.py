@@ -61,6 +61,9 @@ class RequestSpec:
     suffix: tuple[Tile, ...]
     priority: int = 0
     deadline: float | None = None
+    fed: bool = False
+    """What a tile or suffix piece begins with, the hidden state at layer 0, comes from outside (a
+    stored boundary activation, or the stage before): in all stages of a pipeline but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,10 @@ class Coverage:
     channel: str
     layers: tuple[int, ...]
     stride: int
+    hidden: tuple[bool, ...] = ()
+    """Whether the boundary activation of chunk ``c`` is there (none where it is too short)."""
+    hidden_stride: int = 0
+    """Bytes of the boundary activation of one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,10 @@ class ComputeDone:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fetch layers of some chunks of one tile from a channel: the unit of claiming."""
+    """Fetch layers of some chunks of one tile from a channel: the unit of claiming.
+
+    ``hidden``: their boundary activations, and no layers.
+    """
 
     id: int
     request_id: str
@@ -133,6 +143,7 @@ class Load:
     layers: Span
     chunks: tuple[int, ...]
     nbytes: int
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
