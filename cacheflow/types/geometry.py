@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DTYPE_BYTES", "PAGE", "KVLayout", "Segment", "Shard", "Span", "Tile", "TileGrid"]
+__all__ = ["DTYPE_BYTES", "PAGE", "KVLayout", "Segment", "Span", "Tile", "TileGrid"]
 
 PAGE: Final = 4096
 """Alignment of every layer block inside a stored chunk, in bytes (O_DIRECT's unit)."""
@@ -101,19 +101,6 @@ class KVLayout:
     def payload_bytes(self, layers: int | None = None, heads: int | None = None) -> int:
         """Bytes of the payload of one stored object holding ``layers`` layers of a chunk."""
         return (self.num_layers if layers is None else layers) * self.layer_stride(heads)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What one engine holds of every chunk: absolute layers and KV heads of the model's layout."""
-
-    layers: Span
-    heads: Span
-
-    @classmethod
-    def whole(cls, layout: KVLayout) -> Shard:
-        """All of it."""
-        return cls(Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
 
 
 @dataclass(frozen=True, slots=True, order=True)
