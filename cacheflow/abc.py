@@ -31,12 +31,22 @@ if TYPE_CHECKING:
         Shard,
         Span,
         StagedPart,
+        Tile,
         TileGrid,
         TransferResult,
         Write,
     )
 
-__all__ = ["ChatTemplate", "ClaimLayer", "Engine", "Recomputer", "Sharded", "StorageBackend"]
+__all__ = [
+    "ChatTemplate",
+    "ClaimLayer",
+    "Engine",
+    "Recomputer",
+    "Sharded",
+    "StageListener",
+    "Staged",
+    "StorageBackend",
+]
 
 ClaimLayer: TypeAlias = Callable[[TileWork, int], Claim]
 """Asked by the compute thread right before each layer; answers within microseconds."""
@@ -272,6 +282,93 @@ class Sharded(Protocol):
 
     @property
     def shard(self) -> Shard: ...
+
+
+class StageListener(Protocol):
+    """What a stage hears from its neighbours; called on the event loop, must not block."""
+
+    def fed(self, request_id: str, start: int) -> None:
+        """The hidden state of the tile at token ``start`` has come from the stage before."""
+        ...
+
+    def demanded(self, request_id: str, start: int) -> None:
+        """The stage behind cannot do without the hidden state of the tile at ``start``."""
+        ...
+
+    def settled(self, request_id: str) -> None:
+        """The stage behind, and all behind it, will demand nothing more."""
+        ...
+
+    def failed(self, request_id: str | None, error: BaseException) -> None:
+        """Another stage gave the request up; None: a rank is gone, and with it all requests."""
+        ...
+
+
+@runtime_checkable
+class Staged(Sharded, Protocol):
+    """A recomputer that is one stage of a pipeline: consecutive layers, in a process of its own.
+
+    All stages are asked the same things in the same order, by whoever runs each of them. Methods
+    that wait for another stage raise PeerError when it is gone, or gave the request up.
+    """
+
+    @property
+    def boundary(self) -> Shard | None:
+        """Hidden states at its first layer, as objects to store; None in the first stage."""
+        ...
+
+    @property
+    def num_stages(self) -> int: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def listen(self, listener: StageListener) -> None:
+        """Tell ``listener`` from now on; what came before is told now."""
+        ...
+
+    async def agree(
+        self, request_id: str, stored: int | None, same: Sequence[int], lacks: Sequence[int]
+    ) -> tuple[int | None, frozenset[int]]:
+        """Exchange with all stages before a request is restored: how many leading chunks can matter
+        (the most of any stage; None if one does not know). ``same``: numbers that must not differ
+        between stages. ``lacks``: tiles, by first token, that this stage wants to be fed with by
+        the one before if that computes them. Also returns those of the stage behind.
+
+        Raises:
+            PeerError: the stages are not asked the same.
+        """
+        ...
+
+    async def import_hidden(self, request_id: str, tile: Tile, parts: Sequence[StagedPart]) -> None:
+        """Verified boundary activations of chunks of ``tile`` become its hidden state at layer 0;
+        once all chunks are there it can be computed. Staging as in :meth:`Recomputer.publish`."""
+        ...
+
+    async def export_hidden(self, request_id: str, parts: Sequence[StagedPart]) -> None:
+        """Copy the boundary activations of chunks into writable staging views."""
+        ...
+
+    def boundary_chunks(self, request_id: str) -> Sequence[int]:
+        """Chunks whose boundary activation can be exported: those that were fed by the stage before
+        in whole tiles of the grid."""
+        ...
+
+    async def hand_over(self, request_id: str, start: int) -> None:
+        """Send what came out of the last layer for the tile at ``start`` to the stage behind."""
+        ...
+
+    def demand(self, request_id: str, start: int) -> None:
+        """Have the stage before feed the tile at ``start``: see :meth:`StageListener.demanded`."""
+        ...
+
+    def settle(self, request_id: str) -> None:
+        """Tell the stage before that nothing more will be demanded."""
+        ...
+
+    def give_up(self, request_id: str, reason: str) -> None:
+        """Tell all stages that the request has ended here without success."""
+        ...
 
 
 class Engine(Recomputer, Protocol):

@@ -14,6 +14,7 @@ from cacheflow.kv.header import (
     encode_header,
     header_size,
 )
+from cacheflow.kv.hidden import boundary_shard
 from cacheflow.kv.keys import (
     KEY_FORMAT,
     chunk_keys,
@@ -39,6 +40,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "PREFIX_BYTES",
     "Stamp",
+    "boundary_shard",
     "canonical_tokens",
     "check_layout",
     "check_stamp",

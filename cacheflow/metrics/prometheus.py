@@ -94,7 +94,7 @@ class PrometheusObserver:
             series.load_failures.labels(event.channel, event.outcome.value).inc()
             return
         series.transfer_bytes.labels(event.channel, "load").inc(event.nbytes)
-        if event.outcome is LoadOutcome.DROPPED:
+        if event.outcome is LoadOutcome.DROPPED and not event.hidden:
             series.hedged.labels("recompute").inc(len(event.layers) * event.chunks)
 
     def _stored(self, event: StoreEnded) -> None:

@@ -88,6 +88,8 @@ class ComputeDriver:
 
     def _record(self, done: ComputeDone) -> None:
         self._restorer.scheduler.computed(done)
+        if self._restorer.stage is not None:
+            self._restorer.stage.computed(done)
         if self._times:
             work = done.work
             self._restorer.emit(

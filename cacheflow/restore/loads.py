@@ -78,12 +78,14 @@ class LoadDriver:
         nbytes = load.nbytes
         try:
             async with asyncio.timeout(restorer.load_deadline):
-                tier, located = restorer.channels[self.channel], job.located[self.channel]
+                tier, located = restorer.channels[self.channel], job.located[self.channel].of(load)
                 async with fetched(tier, load, located, restorer.pool) as pieces:
                     await self._verify(pieces)
                     nbytes = sum(len(piece.stored) for piece in pieces)
                     layers = restorer.scheduler.commit(load)
-                    if layers:
+                    if layers and load.hidden:
+                        await self._import(load, job, pieces)
+                    elif layers:
                         await self._publish(load, job, pieces, layers)
                     granted = layers
             outcome = LoadOutcome.PUBLISHED if granted else LoadOutcome.DROPPED
@@ -127,9 +129,16 @@ class LoadDriver:
         event = Published(load.request_id, load.tile, load.layers, nbytes, start, stop)
         restorer.emit(event)
 
+    async def _import(self, load: Load, job: Job, pieces: list[Piece]) -> None:
+        """Boundary activations for the engine; the KV cache is not touched."""
+        stage, tile = self._restorer.stage, job.spec.tiles[load.tile]
+        assert stage is not None, "only stages load activations"
+        importing = stage.engine.import_hidden(load.request_id, tile, published_parts(pieces, 1))
+        await to_the_end(asyncio.ensure_future(importing))
+
     def _distrust(self, load: Load, job: Job, chunks: Sequence[int]) -> None:
         """Tell the tier whose bytes were not what it says it stores."""
-        located = job.located[self.channel]
+        located = job.located[self.channel].of(load)
         keys = {take.info.key for chunk in chunks for take in located.takes(chunk, load.layers)}
         try:
             self._restorer.channels[self.channel].distrust(list(keys))
@@ -159,6 +168,9 @@ class LoadDriver:
             return
         scheduler.loaded(load, granted, now)
         job.dropped += granted == 0
+        if load.hidden:
+            job.hidden_chunks += granted and len(load.chunks)
+            return
         chunk_cells = granted.bit_count() * len(load.chunks) * job.spec.chunk_tokens
         job.loaded[load.channel] = job.loaded.get(load.channel, 0) + chunk_cells
         if granted:
@@ -179,4 +191,5 @@ def _ended(
         stop=stop,
         outcome=outcome,
         reason=reason,
+        hidden=load.hidden,
     )

@@ -35,7 +35,9 @@ class RestoreRequest:
     stamp: Stamp | None = None
     """Whose chunks are taken; None: the restorer's."""
 
-    def spec(self, layout: KVLayout, grid: TileGrid, stored: int | None = None) -> RequestSpec:
+    def spec(
+        self, layout: KVLayout, grid: TileGrid, stored: int | None = None, *, fed: bool = False
+    ) -> RequestSpec:
         """Positions only. At least the last token is always computed, so a prompt that is stored
         as a whole restores all chunks but the one with the last token.
 
@@ -60,6 +62,7 @@ class RestoreRequest:
             suffix=grid.split(max(prefix, self.resident), total),
             priority=self.priority,
             deadline=self.deadline,
+            fed=fed,
         )
 
 
@@ -90,6 +93,8 @@ class Restoration:
     """Token-layers of the prefix that other requests with the same beginning made ready."""
     loaded_chunks: dict[str, frozenset[int]] = field(default_factory=dict)
     """By channel: chunks of which it delivered anything that was used."""
+    hidden_chunks: int = 0
+    """Chunks whose boundary activation was loaded (in a stage of a pipeline)."""
 
     @property
     def recomputed_share(self) -> float:
@@ -134,6 +139,8 @@ class Job:
     loaded_chunks: dict[str, set[int]] = field(default_factory=dict)
     failed: int = 0
     dropped: int = 0
+    hidden_chunks: int = 0
+    """Boundary activations loaded."""
 
     def lay_out(self, shared_tiles: int, holder: Job | None) -> None:
         """The tiles are known. The first ones are shared with ``holder``, which restores them; or,

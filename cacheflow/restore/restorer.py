@@ -12,6 +12,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, Self
 
+from cacheflow.abc import Staged
 from cacheflow.clock import SystemClock
 from cacheflow.errors import ClosedError
 from cacheflow.kv import Stamp
@@ -20,6 +21,7 @@ from cacheflow.restore.loads import LoadDriver
 from cacheflow.restore.prefixes import Prefixes
 from cacheflow.restore.request import Job, Restoration, RestoreRequest
 from cacheflow.restore.sealing import shard_of
+from cacheflow.restore.stage import StageDriver
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.tiers import locate
 from cacheflow.types import LookedUp, RestoreEnded, tell
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from cacheflow.memory import StagingPool
     from cacheflow.scheduling import BatchScheduler, Policy
     from cacheflow.tiers import Located
-    from cacheflow.types import ChunkKey, Event, Observer, Segment, Tile
+    from cacheflow.types import ChunkKey, Event, Observer, RequestSpec, Segment, Tile
 
 __all__ = ["Restorer"]
 
@@ -84,6 +86,7 @@ class Restorer:
         self.verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="cacheflow-verify")
         self._compute = ComputeDriver(self)
         self._loads = [LoadDriver(self, name) for name in self.channels]
+        self.stage = StageDriver(self, recomputer) if isinstance(recomputer, Staged) else None
 
     async def __aenter__(self) -> Self:
         self._group = await asyncio.TaskGroup().__aenter__()
@@ -123,6 +126,8 @@ class Restorer:
         outcome = "failed"
         try:
             stored = await self._look_up(job, policy)
+            if self.stage is not None:
+                stored = await self.stage.agree(job, stored)
             self._admit(job, policy, stored)
             await job.done
             outcome = "restored"
@@ -131,6 +136,8 @@ class Restorer:
             raise
         finally:
             self._take_back(job)  # now: the compute thread may be about to claim
+            if self.stage is not None and outcome != "restored":
+                self.stage.gave_up(job, outcome)
             # Not in the group: it must also run while that is ending. Announced once no thread
             # adds to the job's figures any more.
             try:
@@ -160,6 +167,8 @@ class Restorer:
     def changed(self, request_id: str) -> None:
         """Something ended: see whether the request is done, and let every driver look again."""
         for each in self.scheduler.family(request_id):
+            if self.stage is not None:
+                self.stage.look(each)
             self._check_done(each)
         self._kick()
 
@@ -173,7 +182,8 @@ class Restorer:
         if job is not None and job.admitted and not job.done.done():
             if job.restored_at is None and self.scheduler.restored(request_id):
                 job.restored_at = self.clock.now()
-            if not job.computing and self.scheduler.finished(request_id):
+            ended = not job.computing and self.scheduler.finished(request_id)
+            if ended and (self.stage is None or self.stage.may_end(request_id)):
                 job.done.set_result(None)
 
     def fail(self, request_id: str, error: BaseException) -> None:
@@ -221,12 +231,16 @@ class Restorer:
     # -- one request ---------------------------------------------------------------------------
 
     def _register(self, request: RestoreRequest) -> Job:
-        spec = request.spec(self.recomputer.layout, self.recomputer.grid)
+        spec = self._spec(request)
         if spec.id in self._jobs:
             raise ValueError(f"request {spec.id!r} is already being restored")
         job = Job(request, spec, asyncio.get_running_loop().create_future())
         self._jobs[spec.id] = job
         return job
+
+    def _spec(self, request: RestoreRequest, stored: int | None = None) -> RequestSpec:
+        fed = self.stage is not None and self.stage.engine.boundary is not None
+        return request.spec(self.recomputer.layout, self.recomputer.grid, stored, fed=fed)
 
     async def _look_up(self, job: Job, policy: Policy) -> int | None:
         """Ask every tier at once; give them a moment, the late ones are heard when they answer.
@@ -246,20 +260,23 @@ class Restorer:
 
     def _admit(self, job: Job, policy: Policy, stored: int | None) -> None:
         # Without an await up to here from where the holder was found: it must not go meanwhile.
-        holder, tiles = self._share(job) if policy.shares else (None, ())
+        # Stages do not share: whether another one still has the same request is not known.
+        shares = policy.shares and self.stage is None
+        holder, tiles = self._share(job) if shares else (None, ())
         if stored is not None:
             # What is stored nowhere is suffix: its last tile is then computed in one piece.
-            layout = self.recomputer.layout
-            held = tiles[-1].stop // layout.chunk_tokens if tiles else 0
-            job.spec = job.request.spec(layout, self.recomputer.grid, max(stored, held))
+            held = tiles[-1].stop // self.recomputer.layout.chunk_tokens if tiles else 0
+            job.spec = self._spec(job.request, max(stored, held))
         job.lay_out(len(tiles), holder)
         leader = None if holder is None else holder.spec.id
         self.scheduler.admit(job.spec, policy, tiles=len(tiles), leader=leader)
         job.admitted = True
-        if policy.shares and job.spec.tiles:
+        if shares and job.spec.tiles:
             self._prefixes.offer(job.spec.id, job.request.keys, job.spec.tiles)
         for located in job.located.values():
             self._extend(job, located)
+        if self.stage is not None:
+            self.stage.admitted(job)
         self.changed(job.spec.id)
 
     def _share(self, job: Job) -> tuple[Job | None, Sequence[Tile]]:
@@ -278,7 +295,10 @@ class Restorer:
         return None, ()
 
     def _extend(self, job: Job, located: Located) -> None:
-        self.scheduler.extend_coverage(job.spec.id, located.coverage())
+        coverage = located.coverage()
+        if self.stage is not None:
+            coverage = self.stage.coverage(job, coverage)
+        self.scheduler.extend_coverage(job.spec.id, coverage)
 
     async def _ask(self, job: Job, name: str) -> None:
         """Coverage of one tier, as soon as it answers; a tier that fails has nothing."""
@@ -294,6 +314,8 @@ class Restorer:
                     self.shard,
                     job.request.stamp or self.stamp,
                     allow_lossy=self._allow_lossy,
+                    boundary=None if self.stage is None else self.stage.engine.boundary,
+                    grid_id=self.recomputer.grid_id,
                 )
         except (
             Exception
@@ -330,6 +352,8 @@ class Restorer:
         finally:
             self.scheduler.remove(job.spec.id)
             self._jobs.pop(job.spec.id, None)
+            if self.stage is not None:
+                self.stage.forget(job.spec.id)
             if not job.done.cancelled() and job.done.done():
                 job.done.exception()  # whoever was cancelled meanwhile does not ask for it
             job.settled.set()
@@ -352,6 +376,7 @@ class Restorer:
             segments=tuple(job.provenance(self.recomputer.grid_id)),
             shared_cells=job.shared_cells,
             loaded_chunks={name: frozenset(each) for name, each in job.loaded_chunks.items()},
+            hidden_chunks=job.hidden_chunks,
         )
 
     def _announce(self, job: Job, policy: Policy, outcome: str) -> None:

@@ -89,7 +89,7 @@ class Sealer:
         layout = self._shard.whole
         tokens = Span(index * layout.chunk_tokens, (index + 1) * layout.chunk_tokens)
         info, header = seal(
-            ObjectKey(save.keys[index], self._shard.layers, self._shard.heads),
+            ObjectKey(save.keys[index], self._shard.layers, self._shard.heads, self._shard.kind),
             layout,
             lease.view,
             grid_id=self._engine.grid_id,

@@ -25,7 +25,7 @@ __all__ = ["Feeding", "Reach"]
 
 _AHEAD: Final = 2.0
 """An activation is asked for when compute has work for this many times what it takes to come."""
-_NO_LAYERS: Final = Span(0, 0)
+_HIDDEN: Final = Span(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Feeding(Expectations):
             stride = self._hidden_strides[channel]
             chunks = chunks[: max(1, self._outlook.max_load_bytes // stride)]
             if self.tiles[t].must or self._worth_feeding(t, channel, now):
-                return Reach(t, _NO_LAYERS, chunks, stride * len(chunks), hidden=True)
+                return Reach(t, _HIDDEN, chunks, stride * len(chunks), hidden=True)
             return None
         return None
 

@@ -15,10 +15,13 @@ from cacheflow.scheduling.outlook import Outlook
 from cacheflow.scheduling.queue import Queue
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cacheflow.clock import Clock
     from cacheflow.costs import ChannelModel, ComputeModel
     from cacheflow.scheduling.frontier import Frontier
     from cacheflow.scheduling.queue import Rank
+    from cacheflow.types import Tile
 
 __all__ = ["Ranking"]
 
@@ -76,6 +79,15 @@ class Ranking:
     def channel(self, name: str) -> ChannelModel:
         """The cost model of a channel (made on first use)."""
         return self._outlook.channel(name)
+
+    def costs(self, tiles: Sequence[Tile]) -> tuple[list[float], float] | None:
+        """Seconds of one layer of each tile, and bytes a second of all channels together; None
+        while one of them is unknown."""
+        compute = self._outlook.compute
+        seconds = [compute.layer_seconds(tile) for tile in tiles]
+        known = [each for each in seconds if each is not None]
+        speed = sum(model.bandwidth or 0.0 for model in self._outlook.channels.values())
+        return (known, speed) if speed and len(known) == len(seconds) else None
 
     def _rank(self, frontier: Frontier, resource: str, now: float) -> Rank:
         """As urgent as the most urgent of those that wait for its cells, and right before it."""

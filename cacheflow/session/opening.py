@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from cacheflow.abc import Staged
 from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel, CostChecks
 from cacheflow.errors import ConfigError
 from cacheflow.kv import ChunkAuth, Stamp, model_id, tenant_id
 from cacheflow.memory import StagingPool
 from cacheflow.restore import Restorer
+from cacheflow.restore.boundary import StageSaver, WorthStoring
 from cacheflow.restore.saver import STAGING_OWNER, Saver
 from cacheflow.scheduling import BatchScheduler
 from cacheflow.session.keeping import keeping, kept_costs
@@ -22,7 +25,7 @@ from cacheflow.tiers.write_policies import WriteAll
 from cacheflow.types import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from contextlib import AsyncExitStack
 
     from cacheflow.abc import Engine, StorageBackend
@@ -94,7 +97,7 @@ async def open_parts(
         allow_lossy=settings.allow_lossy,
     )
     await stack.enter_async_context(restorer)
-    saver = Saver(
+    saver = _saver(engine, costs, scheduler, backends)(
         engine,
         backends,
         pool,
@@ -108,6 +111,16 @@ async def open_parts(
     )
     await stack.enter_async_context(saver)
     return Parts(backends, restorer, saver, clock)
+
+
+def _saver(
+    engine: Engine, costs: ComputeModel, scheduler: BatchScheduler, tiers: Collection[str]
+) -> Callable[..., Saver]:
+    """What stores: a stage of a pipeline, but the first, also stores what it was fed with."""
+    if not (isinstance(engine, Staged) and engine.boundary is not None):
+        return Saver
+    channels = [scheduler.channel(name) for name in tiers]
+    return partial(StageSaver, worth=WorthStoring(engine, costs, channels))
 
 
 def _with_staged(

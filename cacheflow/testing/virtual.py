@@ -257,7 +257,7 @@ class VirtualRun:
 
     def _land(self, load: Load) -> None:
         granted = self.scheduler.commit(load)
-        for layer in load.layers:
+        for layer in () if load.hidden else load.layers:
             if granted >> layer & 1:
                 self.writes.append((load.request_id, load.tile, layer, load.channel))
         self.scheduler.loaded(load, granted, self.clock.now())

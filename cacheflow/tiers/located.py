@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.errors import BackendError, IntegrityError
 from cacheflow.kv import Stamp, check_layout, check_stamp
 from cacheflow.tiers.cover import bitmap, cover
-from cacheflow.types import Coverage, ObjectKind, Shard
+from cacheflow.types import Coverage, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.abc import StorageBackend
     from cacheflow.tiers.cover import Take
-    from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, Span
+    from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, Load, Span
 
 __all__ = ["Located", "locate"]
 
@@ -42,6 +42,8 @@ class Located:
     shard: Shard
     whole_blocks: bool = False
     """Blocks are authenticated, so a layer has to be read with all of its object's heads."""
+    hidden: Located | None = None
+    """Boundary activations, of a stage that needs some."""
 
     @property
     def found(self) -> int:
@@ -56,12 +58,21 @@ class Located:
     def coverage(self) -> Coverage:
         """Bitmaps of the rank's layers per chunk, and what a layer of one takes on the way, on
         average."""
-        shard = self.shard
+        shard, hidden = self.shard, self.hidden
         return Coverage(
             channel=self.channel,
             layers=tuple(bitmap(infos, shard.layers, shard.heads) for infos in self.chunks),
             stride=self._stride(shard.layout.layer_stride()),
+            hidden=() if hidden is None else tuple(map(bool, hidden.chunks)),
+            hidden_stride=0 if hidden is None else hidden.coverage().stride,
         )
+
+    def of(self, load: Load) -> Located:
+        """Where what ``load`` is about is."""
+        if not load.hidden:
+            return self
+        assert self.hidden is not None, "an activation is loaded where there are some"
+        return self.hidden
 
     def _stride(self, raw: int) -> int:
         infos = [info for infos in self.chunks for info in infos]
@@ -91,12 +102,15 @@ async def locate(
     stamp: Stamp = _ANYBODY,
     *,
     allow_lossy: bool = False,
+    boundary: Shard | None = None,
+    grid_id: str = "",
 ) -> Located:
     """Ask ``backend`` for all chunks at once and keep the objects this engine can use.
 
     ``holding``: the engine's layout, or the part of the model's that it has. ``stamp``: whose they
     have to be. Without ``allow_lossy`` what a lossy codec has touched is not
-    taken.
+    taken. ``boundary``: activations that a stage is fed with; only those from which recompute under
+    ``grid_id`` repeats the bits.
 
     Raises:
         BackendError: the lookup failed as a whole, or answered something else than was asked.
@@ -107,14 +121,22 @@ async def locate(
         reason = f"{len(found)} answers to {len(keys)} keys"
         raise BackendError(reason, operation="lookup", context=channel)
 
-    def all_usable() -> tuple[tuple[ChunkInfo, ...], ...]:
+    def all_usable(part: Shard) -> tuple[tuple[ChunkInfo, ...], ...]:
         pairs = zip(keys, found, strict=True)
-        return tuple(tuple(_usable(*pair, shard, stamp, allow_lossy)) for pair in pairs)
+        return tuple(tuple(_usable(*pair, part, stamp, allow_lossy)) for pair in pairs)
 
-    if stamp.auth is None:
-        return Located(channel, all_usable(), shard)
-    usable = await asyncio.to_thread(all_usable)  # hashes every header
-    return Located(channel, usable, shard, whole_blocks=True)
+    def located() -> Located:
+        whole_blocks, hidden = stamp.auth is not None, None
+        if boundary is not None:
+            exact = tuple(
+                tuple(info for info in infos if info.canonical and info.grid_id == grid_id)
+                for infos in all_usable(boundary)
+            )
+            hidden = Located(channel, exact, boundary, whole_blocks)
+        return Located(channel, all_usable(shard), shard, whole_blocks, hidden)
+
+    # Authentication hashes every header.
+    return located() if stamp.auth is None else await asyncio.to_thread(located)
 
 
 def _usable(
@@ -122,6 +144,8 @@ def _usable(
 ) -> list[ChunkInfo]:
     usable = []
     for info in infos:
+        if info.key.kind is not shard.kind:
+            continue
         try:
             if info.key.chunk != key:
                 raise IntegrityError(f"it is not of {key!r}")
@@ -134,7 +158,7 @@ def _usable(
             continue
         if not _overlap(info.key.layers, shard.layers):
             continue
-        if info.key.kind is ObjectKind.KV and _overlap(info.key.heads, shard.heads):
+        if _overlap(info.key.heads, shard.heads):
             usable.append(info)
     # What is cut as the rank needs it first: it is read in one piece.
     return sorted(usable, key=lambda info: info.key.heads != shard.heads)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cacheflow.errors import IntegrityError
 from cacheflow.kv import check_layout, check_stamp
 from cacheflow.tiers.cover import bitmap
-from cacheflow.types import ObjectKind, Shard
+from cacheflow.types import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,11 +57,11 @@ def rank_stored(infos: Iterable[ChunkInfo], holding: KVLayout | Shard, stamp: St
 
 
 def _rank(info: ChunkInfo, shard: Shard, stamp: Stamp) -> Rank:
+    if info.key.kind is not shard.kind:
+        return Rank.NONE
     try:
         check_layout(info, shard.whole)
         check_stamp(info, stamp)
     except IntegrityError:
-        return Rank.NONE
-    if info.key.kind is not ObjectKind.KV:
         return Rank.NONE
     return rank_of(canonical=info.canonical, lossy=info.lossy)

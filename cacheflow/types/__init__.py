@@ -106,6 +106,7 @@ __all__ = [
     "RequestSpec",
     "RestoreEnded",
     "Segment",
+    "Shard",
     "Source",
     "Span",
     "StagedPart",

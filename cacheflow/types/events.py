@@ -94,6 +94,8 @@ class LoadEnded:
     stop: float
     outcome: LoadOutcome
     reason: str = ""
+    hidden: bool = False
+    """It was about boundary activations; ``layers`` are those of them."""
 
 
 @dataclass(frozen=True, slots=True)

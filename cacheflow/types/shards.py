@@ -1,7 +1,7 @@
 """Which part of a model's KV cache one rank holds: a range of layers, a range of KV heads.
 
-Pure numbers. Objects in stores are named by the same absolute ranges, never by ranks, so whoever
-holds another part can read them.
+Pure numbers, for boundary activations as well, which are a kind of their own. Objects in stores are
+named by the same absolute ranges, never by ranks, so whoever holds another part can read them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cacheflow.types.geometry import Span
+from cacheflow.types.objects import ObjectKind
 
 if TYPE_CHECKING:
     from cacheflow.types.geometry import KVLayout
@@ -22,13 +23,14 @@ class Shard:
     """``layers`` and ``heads`` (absolute) of the KV cache whose shape is ``whole``.
 
     ``stores``: whether this rank is the one that stores the part. Of ranks that hold the same part
-    (fewer KV heads than ranks) one is.
+    (fewer KV heads than ranks) one is. ``kind``: of what.
     """
 
     whole: KVLayout
     layers: Span
     heads: Span
     stores: bool = True
+    kind: ObjectKind = ObjectKind.KV
 
     def __post_init__(self) -> None:
         all_layers, all_heads = Span(0, self.whole.num_layers), Span(0, self.whole.num_kv_heads)

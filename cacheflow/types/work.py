@@ -133,7 +133,7 @@ class ComputeDone:
 class Load:
     """Fetch layers of some chunks of one tile from a channel: the unit of claiming.
 
-    ``hidden``: their boundary activations, and no layers.
+    ``hidden``: their boundary activations instead; ``layers`` then is the one that these have.
     """
 
     id: int

@@ -32,16 +32,16 @@ from cacheflow.plugins.transformers.pages import PagePool
 from cacheflow.plugins.transformers.smollm2 import prepare_smollm2
 from cacheflow.plugins.transformers.table import RequestTable
 from cacheflow.plugins.transformers.walk import Walker
-from cacheflow.types import Claim, ComputeBatch, KVLayout, Segment, Span, TileGrid, TileWork
+from cacheflow.types import Claim, ComputeBatch, Segment, Shard, Span, TileGrid, TileWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cacheflow.abc import ClaimLayer
     from cacheflow.plugins.transformers.request import OpenRequest
-    from cacheflow.types import ComputeDone, StagedPart
+    from cacheflow.types import ComputeDone, KVLayout, StagedPart
 
-__all__ = ["TransformersEngine"]
+__all__ = ["TransformersEngine", "check_options", "load_parts", "streams_of"]
 
 T = TypeVar("T")
 
@@ -63,9 +63,11 @@ class TransformersEngine:
         threads: int,
         streams: Streams,
         tokenizer: Any,
+        shard: Shard | None = None,
     ) -> None:
         device = next(model.parameters()).device
-        self.layout = layout
+        self.shard = shard or Shard.of(layout)
+        self.layout = layout = self.shard.layout
         self.grid = grid
         self.identity = dict(identity)
         self.layer_flops = layer_flops(model)
@@ -86,7 +88,7 @@ class TransformersEngine:
         self._model = model
         self._streams = streams
         self._pool = PagePool(layout, grid, kv_bytes, device)
-        self._walker = Walker(model, streams)
+        self._walker = Walker(model, streams, self.shard)
         vocabulary = int(model.config.vocab_size)
         self._requests = RequestTable(self._pool, grid, self.max_tokens, vocabulary)
         self._compute = Lane("cacheflow-compute", threads)
@@ -116,28 +118,13 @@ class TransformersEngine:
             ConfigError: no such model, one that cannot be restored exactly (names the feature), or
                 an option that cannot be.
         """
-        path = Path(model)
-        grid = grid or TileGrid()
         where = pick_device(device)
-        _check_options(grid, chunk_tokens, threads, kv_bytes)
-
-        def load() -> tuple[Any, dict[str, str | int], KVLayout, Any]:
-            folder = path.expanduser()
-            loaded = load_model(folder, dtype, where)
-            layout = kv_layout(loaded.config, loaded.dtype, chunk_tokens)
-            return loaded, identity_of(loaded, folder, layout), layout, load_tokenizer(folder)
-
-        loaded, identity, layout, tokenizer = await asyncio.to_thread(load)
-        streams = CudaStreams(where) if where.type == "cuda" else CpuStreams()
+        grid = grid or TileGrid()
+        check_options(grid, chunk_tokens, threads, kv_bytes)
+        loaded, named = await asyncio.to_thread(load_parts, model, dtype, where, chunk_tokens)
+        streams = streams_of(where)
         engine = cls(
-            loaded,
-            identity=identity,
-            layout=layout,
-            grid=grid,
-            kv_bytes=kv_bytes,
-            threads=threads,
-            streams=streams,
-            tokenizer=tokenizer,
+            loaded, grid=grid, kv_bytes=kv_bytes, threads=threads, streams=streams, **named
         )
         try:
             await check_walk(engine, loaded)
@@ -296,17 +283,32 @@ class TransformersEngine:
         chosen: Callable[[torch.Tensor], T],
     ) -> T:
         """Append one token to each request; ``chosen`` of the logits after it."""
+        requests, positions = self._append(request_ids, tokens)
+
+        def work() -> T:
+            hidden = self._walker.embed(tokens).unsqueeze(1)
+            return chosen(self._rows(requests, hidden, positions, self._logits))
+
+        return await self._decode(requests, positions, work)
+
+    def _append(
+        self, request_ids: Sequence[str], tokens: Sequence[int]
+    ) -> tuple[list[OpenRequest], list[int]]:
+        """One token more for each request; the requests, and where that token is."""
         if len(set(request_ids)) != len(request_ids):
             raise ValueError("a request cannot decode two tokens in one step")
         requests = [self._requests.get(request_id) for request_id in request_ids]
         self._requests.append(requests, [[token] for token in tokens])
-        positions = [len(request.tokens) - 1 for request in requests]
+        return requests, [len(request.tokens) - 1 for request in requests]
+
+    async def _decode(
+        self, requests: Sequence[OpenRequest], positions: Sequence[int], step: Callable[[], T]
+    ) -> T:
+        """Run ``step``, before whatever else waits for the compute thread."""
 
         def work() -> T:
             with self._streams.compute():
-                rows = list(zip(requests, tokens, positions, strict=True))
-                steps = [rows] if self.decodes_together else [[row] for row in rows]
-                return chosen(torch.cat([self._logits(step) for step in steps]))
+                return step()
 
         self._decoding += 1
         try:
@@ -317,9 +319,21 @@ class TransformersEngine:
             request.computed(position, position + 1)
         return made
 
-    def _logits(self, rows: Sequence[tuple[OpenRequest, int, int]]) -> torch.Tensor:
-        requests, tokens, positions = zip(*rows, strict=True)
-        hidden = self._walker.step(requests, tokens, positions)
+    def _rows(
+        self,
+        requests: Sequence[OpenRequest],
+        hidden: torch.Tensor,
+        positions: Sequence[int],
+        out: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """``out`` of the rows of a decode step, ``hidden [B, 1, hidden]`` before and after."""
+        size = len(requests) if self.decodes_together else 1
+        some = [slice(at, at + size) for at in range(0, len(requests), size)]
+        return torch.cat(
+            [out(self._walker.step(requests[s], hidden[s], positions[s])) for s in some]
+        )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._walker.logits(hidden)[:, -1]
 
     # -- copies --------------------------------------------------------------------------------
@@ -401,7 +415,27 @@ class TransformersEngine:
         return running.result()
 
 
-def _check_options(grid: TileGrid, chunk_tokens: int, threads: int, kv_bytes: int) -> None:
+def load_parts(
+    model: str | Path, dtype: str, where: torch.device, chunk_tokens: int
+) -> tuple[Any, dict[str, Any]]:
+    """The model in a folder, and what of the engine's arguments follows from it. Blocking."""
+    folder = Path(model).expanduser()
+    loaded = load_model(folder, dtype, where)
+    layout = kv_layout(loaded.config, loaded.dtype, chunk_tokens)
+    return loaded, {
+        "identity": identity_of(loaded, folder, layout),
+        "layout": layout,
+        "tokenizer": load_tokenizer(folder),
+    }
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The streams that go with a device."""
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+
+
+def check_options(grid: TileGrid, chunk_tokens: int, threads: int, kv_bytes: int) -> None:
+    """Raise ConfigError naming the first option that cannot be."""
     for name, value in (
         ("threads", threads),
         ("kv_bytes", kv_bytes),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cacheflow.plugins.transformers.lanes import Streams
     from cacheflow.plugins.transformers.pages import Page
     from cacheflow.plugins.transformers.request import OpenRequest
-    from cacheflow.types import TileWork
+    from cacheflow.types import Shard, TileWork
 
 __all__ = ["Walker"]
 
@@ -39,14 +39,19 @@ class _PageCache:
     from there, when ``write`` is off).
     """
 
-    def __init__(self, pages: Sequence[Page], spans: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, pages: Sequence[Page], spans: Sequence[tuple[int, int]], first_layer: int
+    ) -> None:
         self._rows = list(zip(pages, spans, strict=True))
+        self._first_layer = first_layer
         self.write = True
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``key``, ``value``: ``[B, Hkv, n, D]``; a tile gets its own block of the page back."""
+        """``key``, ``value``: ``[B, Hkv, n, D]``; a tile gets its own block of the page back.
+        ``layer`` is counted by the model."""
+        layer -= self._first_layer
         for i, (page, (start, stop)) in enumerate(self._rows):
             own = page.keys(layer, start, stop), page.values(layer, start, stop)
             if self.write:
@@ -57,12 +62,18 @@ class _PageCache:
 
 
 class Walker:
-    """Walks one model. ``model`` is a loaded causal LM whose config names our attention."""
+    """Walks one model. ``model`` is a loaded causal LM whose config names our attention.
 
-    def __init__(self, model: Any, streams: Streams) -> None:
+    ``shard``: which of the model's layers are walked, counted from 0 here; the model has no others.
+    """
+
+    def __init__(self, model: Any, streams: Streams, shard: Shard) -> None:
         self._model = model
         self._body = model.model
         self._streams = streams
+        self._first_layer = shard.layers.start
+        self._embeds = shard.layers.start == 0
+        self._answers = shard.layers.stop == shard.whole.num_layers
         self._device = next(model.parameters()).device
         self._layers = list(self._body.layers)
         known = inspect.signature(self._layers[0].forward).parameters
@@ -70,7 +81,7 @@ class Walker:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Decoder layers that are walked."""
         return len(self._layers)
 
     def tile(self, request: OpenRequest, work: TileWork, claim: ClaimLayer) -> ComputeDone:
@@ -82,7 +93,7 @@ class Walker:
         start, stop = work.tile.start, work.tile.stop
         hidden = self._begin(request, work)
         past = request.past(start)
-        cache = _PageCache([request.page_at(start)], [(start, stop)])
+        cache = _PageCache([request.page_at(start)], [(start, stop)], self._first_layer)
         positions = torch.arange(start, stop, device=self._device).unsqueeze(0)
         places = self._places(positions, hidden)
         marks = [self._streams.mark()]
@@ -103,14 +114,17 @@ class Walker:
         seconds = tuple(after.seconds_since(before) for before, after in pairwise(marks))
         return ComputeDone(work, layer, seconds)
 
+    def embed(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Hidden states ``[n, hidden]`` at the model's first layer."""
+        embedded: torch.Tensor = self._body.embed_tokens(self._streams.upload(tokens))
+        return embedded
+
     def step(
-        self, requests: Sequence[OpenRequest], tokens: Sequence[int], positions: Sequence[int]
+        self, requests: Sequence[OpenRequest], hidden: torch.Tensor, positions: Sequence[int]
     ) -> torch.Tensor:
-        """One decode step: a token each at its position; final hidden ``[B, 1, hidden]``."""
-        ids = self._streams.upload(tokens).unsqueeze(1)
-        hidden: torch.Tensor = self._body.embed_tokens(ids)
+        """One decode step: a token each at its position, ``[B, 1, hidden]`` before and after."""
         pages = [r.page_at(p) for r, p in zip(requests, positions, strict=True)]
-        cache = _PageCache(pages, [(p, p + 1) for p in positions])
+        cache = _PageCache(pages, [(p, p + 1) for p in positions], self._first_layer)
         places = self._places(self._streams.upload(positions).unsqueeze(1), hidden)
         held = self._held(r.past(p + 1) for r, p in zip(requests, positions, strict=True))
         for layer in range(self.num_layers):
@@ -125,10 +139,8 @@ class Walker:
 
     def _begin(self, request: OpenRequest, work: TileWork) -> torch.Tensor:
         paused = request.page_at(work.tile.start).paused.pop(work.tile.start, None)
-        if work.first_layer == 0:
-            ids = self._streams.upload(request.tokens[work.tile.start : work.tile.stop])
-            embedded: torch.Tensor = self._body.embed_tokens(ids.unsqueeze(0))
-            return embedded
+        if work.first_layer == 0 and self._embeds:
+            return self.embed(request.tokens[work.tile.start : work.tile.stop]).unsqueeze(0)
         if paused is None or paused.layer != work.first_layer:
             at = "nowhere" if paused is None else f"at layer {paused.layer}"
             raise RuntimeError(
@@ -138,8 +150,9 @@ class Walker:
         return paused.hidden
 
     def _end(self, request: OpenRequest, work: TileWork, hidden: torch.Tensor, layer: int) -> None:
-        if layer < self.num_layers:
-            if layer > 0:
+        kept = layer < self.num_layers or not self._answers  # at its end: for the stage behind
+        if kept:
+            if layer or not self._embeds:
                 page = request.page_at(work.tile.start)
                 page.paused[work.tile.start] = Paused(hidden, layer)
         elif work.tile.stop == len(request.tokens):
