@@ -247,7 +247,8 @@ class Restorer:
 
         How many leading chunks can matter, because nothing behind them is stored; None if unknown.
         """
-        if not (self.channels and job.spec.prefix_tokens and policy.load(0.0, 1.0)):
+        wanted = policy.load(0.0, 1.0) or job.spec.fed
+        if not (self.channels and job.spec.prefix_tokens and wanted):
             return None
         asking = [self.group.create_task(self._ask(job, name)) for name in self.channels]
         for task in asking:

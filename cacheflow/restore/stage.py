@@ -43,10 +43,14 @@ class _Shared:
 
 
 class StageDriver:
-    """Loop-owned; hears what the neighbours say, and looks after each request while it runs."""
+    """Loop-owned; hears what the neighbours say, and looks after each request while it runs.
+
+    ``mode``: how the stage is fed, or None to choose for each request what should be faster.
+    """
 
     def __init__(self, restorer: Restorer, engine: Staged) -> None:
         self.engine = engine
+        self.mode: Mode | None = None
         self._restorer = restorer
         self._shared: dict[str, _Shared] = {}
         self._broken: BaseException | None = None
@@ -162,8 +166,8 @@ class StageDriver:
     def _choose(self, job: Job) -> Mode:
         """Own activations, unless waiting for the stages before is expected to be faster: by what
         was measured here, as if all stages were alike."""
-        if self.engine.boundary is None:
-            return Mode.INDEPENDENT
+        if self.mode is not None or self.engine.boundary is None:
+            return self.mode or Mode.INDEPENDENT
         outlook = self._restorer.scheduler.costs(job.spec.tiles)
         if outlook is None:
             return Mode.INDEPENDENT

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import KVLayout, StagedPart
 
-__all__ = ["copy_in", "copy_out"]
+__all__ = ["as_torch_wants", "copy_in", "copy_out"]
 
 
 def copy_in(layout: KVLayout, request: OpenRequest, part: StagedPart) -> None:
@@ -46,10 +46,10 @@ def _payload(layout: KVLayout, part: StagedPart) -> torch.Tensor:
         row,
         1,
     )
-    return torch.frombuffer(_as_torch_wants(part.view), dtype=dtype).as_strided(shape, strides)
+    return torch.frombuffer(as_torch_wants(part.view), dtype=dtype).as_strided(shape, strides)
 
 
-def _as_torch_wants(view: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]:
+def as_torch_wants(view: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]:
     """The same memory: torch warns of what is read-only, as is what a tier lends, even when it only
     reads there."""
     if not view.readonly:

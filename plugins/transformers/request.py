@@ -30,6 +30,9 @@ class OpenRequest:
     last: torch.Tensor | None = None
     """Logits ``[vocabulary]`` after the last token (fp32, on the CPU), once computed."""
     segments: list[Segment] = field(default_factory=list)
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of a pipeline stage: what whole tiles began with as the stage before sent it, by first token:
+    ``[width, hidden]`` on the CPU."""
     busy: set[asyncio.Future[Any]] = field(default_factory=set)
     """Work on the lanes that still touches the pages."""
     closing: bool = False
@@ -50,6 +53,7 @@ class OpenRequest:
         if self.busy:
             return
         self.last = None
+        self.inputs.clear()
         self.shrink(pool, 0)
 
     def past(self, stop: int) -> list[tuple[Page, int]]:

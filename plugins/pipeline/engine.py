@@ -1,0 +1,323 @@
+"""One stage of a model: the transformers engine with some of its layers, and neighbours.
+
+Hidden states come from the stage before (or, as boundary activations, from a store) and go to the
+stage behind; tokens come back from the last one. Every rank runs the same calls in the same order,
+as under torchrun. Implements :class:`cacheflow.abc.Staged`; what is fed when is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from cacheflow.distributed import cut_layout
+from cacheflow.errors import ConfigError, PeerError
+from cacheflow.kv import boundary_shard
+from cacheflow.plugins.pipeline.cutting import keep_layers, load_checked
+from cacheflow.plugins.pipeline.links import Message, join_group
+from cacheflow.plugins.pipeline.talk import Talk
+from cacheflow.plugins.transformers.copies import as_torch_wants
+from cacheflow.plugins.transformers.device import pick_device
+from cacheflow.plugins.transformers.engine import TransformersEngine, check_options, streams_of
+from cacheflow.plugins.transformers.pages import Paused
+from cacheflow.types import Tile, TileGrid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from cacheflow.abc import StageListener
+    from cacheflow.plugins.transformers.request import OpenRequest
+    from cacheflow.types import Shard, StagedPart
+
+__all__ = ["PipelineEngine"]
+
+
+class PipelineEngine(TransformersEngine):
+    """Use :meth:`open_model` on every rank; close with :meth:`aclose`."""
+
+    def __init__(self, model: Any, *, rank: int, count: int, deadline: float, **parts: Any) -> None:
+        super().__init__(model, **parts)
+        self.rank = rank
+        self.num_stages = count
+        self.is_last = rank == count - 1
+        self.boundary = self._boundary(model.config.hidden_size, model.dtype) if rank else None
+        self._device = next(model.parameters()).device
+        self._listener: StageListener | None = None
+        self._unheard: list[Message] = []
+        self._talk = Talk(rank, count, deadline, self._told, self._failed)
+        self._deadline = deadline
+
+    def _boundary(self, hidden_size: int, dtype: torch.dtype) -> Shard:
+        name = str(dtype).removeprefix("torch.")
+        return boundary_shard(self.shard.whole, hidden_size, name, self.shard.layers.start)
+
+    @classmethod
+    async def open_model(
+        cls,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int = 1,
+        kv_bytes: int = 4 << 30,
+        chunk_tokens: int = 256,
+        grid: TileGrid | None = None,
+        rank: int | None = None,
+        stages: int | None = None,
+        init_method: str = "env://",
+        deadline: float = 60.0,
+    ) -> Self:
+        """Load this rank's layers of the model in a folder, and meet the other ranks.
+
+        ``rank``, ``stages``: default to what torchrun sets (``RANK``, ``WORLD_SIZE``). ``device``
+        auto: the CUDA device of ``LOCAL_RANK``, else the CPU. ``deadline``: seconds after which a
+        rank that says nothing counts as dead. The rest as for one process: ``grid_id`` is the same.
+
+        Raises:
+            ConfigError: as for one process; or more stages than layers, or no others to be found.
+        """
+        rank = _from_environment("RANK") if rank is None else rank
+        stages = _from_environment("WORLD_SIZE") if stages is None else stages
+        if device == "auto" and torch.cuda.is_available():
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        where, grid = pick_device(device), grid or TileGrid()
+        check_options(grid, chunk_tokens, threads, kv_bytes)
+        loaded, parts = await load_checked(model, dtype, where, chunk_tokens, grid, threads)
+        shard = cut_layout(parts["layout"], stages=stages)[rank][0]
+        await asyncio.to_thread(keep_layers, loaded, shard, where)
+        await asyncio.to_thread(join_group, rank, stages, init_method, deadline)
+        return cls(
+            loaded,
+            rank=rank,
+            count=stages,
+            deadline=deadline,
+            grid=grid,
+            kv_bytes=kv_bytes,
+            threads=threads,
+            streams=streams_of(where),
+            shard=shard,
+            **parts,
+        )
+
+    # -- cacheflow.abc.Staged --------------------------------------------------------------------
+
+    def listen(self, listener: StageListener) -> None:
+        """See :meth:`cacheflow.abc.Staged.listen`."""
+        self._listener = listener
+        unheard, self._unheard = self._unheard, []
+        for message in unheard:
+            self._told(message)
+        if self._talk.broken is not None:
+            listener.failed(None, self._talk.broken)
+
+    async def agree(
+        self, request_id: str, stored: int | None, same: Sequence[int], lacks: Sequence[int]
+    ) -> tuple[int | None, frozenset[int]]:
+        """See :meth:`cacheflow.abc.Staged.agree`: up through the stages, and down again."""
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await self._agree(request_id, stored, list(same), list(lacks))
+        except TimeoutError:
+            raise PeerError(
+                f"request {request_id!r}: not all stages were asked for it in {self._deadline:g} s"
+            ) from None
+
+    async def _agree(
+        self, request_id: str, stored: int | None, same: list[int], lacks: list[int]
+    ) -> tuple[int | None, frozenset[int]]:
+        talk, key, theirs = self._talk, f"{request_id}\0", frozenset[int]()
+        if not self.is_last:
+            behind = (await talk.receive("agree", request_id, key)).body
+            if behind["same"] != same:
+                raise PeerError(
+                    f"request {request_id!r}: stage {self.rank} was asked for {same} (tokens, "
+                    f"resident, restorable), those behind for {behind['same']}"
+                )
+            theirs = frozenset(behind["lacks"])
+            unknown = stored is None or behind["stored"] is None
+            stored = None if unknown else max(stored or 0, behind["stored"])
+        body = {"key": key, "stored": stored, "same": same, "lacks": lacks}
+        talk.back(Message("agree", body))
+        if self.rank:
+            stored = (await talk.receive("agreed", request_id, key)).body["stored"]
+        talk.forward(Message("agreed", {"key": key, "stored": stored}))
+        return stored, theirs
+
+    async def import_hidden(self, request_id: str, tile: Tile, parts: Sequence[StagedPart]) -> None:
+        """See :meth:`cacheflow.abc.Staged.import_hidden`."""
+        request = self._requests.get(request_id)
+        page = request.page_at(tile.start)
+
+        def work() -> None:
+            with self._streams.copy():
+                held = page.paused.get(tile.start)
+                if held is None or held.layer:
+                    held = page.paused[tile.start] = Paused(self._room(tile.width), 0)
+                for part in parts:
+                    at = part.chunk * self.layout.chunk_tokens - tile.start
+                    rows = self._rows(part)
+                    held.hidden[0, at : at + len(rows)].copy_(rows, non_blocking=True)
+                self._streams.mark().synchronize()
+
+        await self._on(self._copy, [request], work)
+
+    async def export_hidden(self, request_id: str, parts: Sequence[StagedPart]) -> None:
+        """See :meth:`cacheflow.abc.Staged.export_hidden`."""
+        request = self._requests.get(request_id)
+
+        def work() -> None:
+            for part in parts:
+                token = part.chunk * self.layout.chunk_tokens
+                start = self.grid.start(self.grid.index_at(token))
+                at, rows = token - start, self._rows(part)
+                rows.copy_(request.inputs[start][at : at + len(rows)])
+
+        await self._on(self._copy, [request], work)
+
+    def boundary_chunks(self, request_id: str) -> Sequence[int]:
+        """See :meth:`cacheflow.abc.Staged.boundary_chunks`."""
+        size, inputs = self.layout.chunk_tokens, self._requests.get(request_id).inputs
+        return [
+            chunk
+            for start, hidden in sorted(inputs.items())
+            for chunk in range(start // size, (start + len(hidden)) // size)
+        ]
+
+    async def hand_over(self, request_id: str, start: int) -> None:
+        """See :meth:`cacheflow.abc.Staged.hand_over`."""
+        request = self._requests.get(request_id)
+        output = request.page_at(start).paused.pop(start)
+        hidden = await self._on(self._copy, [request], lambda: self._to_host(output.hidden[0]))
+        body = {"request": request_id, "start": start}
+        self._talk.forward(Message("hidden", body, hidden))
+
+    def demand(self, request_id: str, start: int) -> None:
+        """See :meth:`cacheflow.abc.Staged.demand`."""
+        self._talk.back(Message("demand", {"request": request_id, "start": start}))
+
+    def settle(self, request_id: str) -> None:
+        """See :meth:`cacheflow.abc.Staged.settle`."""
+        self._talk.back(Message("settled", {"request": request_id}))
+
+    def give_up(self, request_id: str, reason: str) -> None:
+        """See :meth:`cacheflow.abc.Staged.give_up`."""
+        self._talk.give_up(request_id, reason)
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    async def first_token(self, request_id: str) -> int:
+        """The last stage's, in every stage."""
+        key = f"{request_id}\0{len(self._requests.get(request_id).tokens)}"
+        own = [await super().first_token(request_id)] if self.is_last else None
+        return (await self._pass_back(own, request_id, key))[0]
+
+    async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
+        """One step through all stages; the next tokens, in every stage."""
+        requests, positions = self._append(request_ids, tokens)
+        key = "\0".join([*request_ids, str(positions)])
+        fed = None
+        if self.rank:
+            fed = (await self._talk.receive("step", request_ids[0], key)).tensor
+
+        def work() -> tuple[torch.Tensor, list[int] | None]:
+            embedded = self._walker.embed(tokens) if fed is None else fed.to(self._device)
+            hidden = self._walker.step(requests, embedded.unsqueeze(1), positions)
+            if self.is_last:
+                return hidden, self._walker.logits(hidden)[:, -1].argmax(-1).tolist()
+            return self._to_host(hidden[:, 0]), None
+
+        hidden, own = await self._decode(requests, positions, work)
+        if not self.is_last:
+            self._talk.forward(Message("step", {"key": key}, hidden))
+        return await self._pass_back(own, request_ids[0], key)
+
+    async def _pass_back(self, tokens: list[int] | None, request_id: str, key: str) -> list[int]:
+        """From the last stage, who has them, to the first."""
+        if tokens is None:
+            tokens = (await self._talk.receive("tokens", request_id, key)).body["tokens"]
+        self._talk.back(Message("tokens", {"key": key, "tokens": tokens}))
+        return tokens
+
+    async def close(self, request_id: str) -> None:
+        """As ever."""
+        self._talk.forget(request_id)
+        await super().close(request_id)
+
+    async def aclose(self) -> None:
+        """Says goodbye to the neighbours first."""
+        if not self._closed:
+            self._closed = True
+            await self._talk.aclose()
+        await super().aclose()
+
+    # -- what neighbours say -------------------------------------------------------------------
+
+    def _told(self, message: Message) -> bool:
+        """Whether the message is for the listener, or for the engine itself."""
+        body, listener = message.body, self._listener
+        if message.kind not in ("hidden", "demand", "settled"):
+            return False
+        if listener is None:
+            self._unheard.append(message)
+        elif message.kind == "hidden":
+            self._take_in(body["request"], body["start"], message.tensor)
+        elif message.kind == "demand":
+            listener.demanded(body["request"], body["start"])
+        else:
+            listener.settled(body["request"])
+        return True
+
+    def _failed(self, request_id: str | None, error: PeerError) -> None:
+        if self._listener is not None:
+            self._listener.failed(request_id, error)
+
+    def _take_in(self, request_id: str, start: int, hidden: torch.Tensor | None) -> None:
+        """What the stage before computed becomes the hidden state at layer 0."""
+        if request_id not in self._requests or hidden is None:
+            return  # it was closed meanwhile
+        request = self._requests.get(request_id)
+        page = request.page_at(start)
+        if start == page.start and len(hidden) == page.width:
+            request.inputs[start] = hidden
+
+        def work() -> None:
+            with self._streams.copy():
+                placed = hidden.unsqueeze(0).to(self._device)
+                self._streams.mark().synchronize()
+            page.paused[start] = Paused(placed, 0)
+
+        running = self._copy.submit(work)
+        request.busy.add(running)
+        running.add_done_callback(request.busy.discard)
+        running.add_done_callback(lambda done: self._taken_in(request, start, done))
+
+    def _taken_in(self, request: OpenRequest, start: int, done: asyncio.Future[None]) -> None:
+        assert self._listener is not None, "somebody listened when it came"
+        if done.cancelled() or done.exception() is not None:
+            self._talk.give_up(request.id, f"its hidden state was not taken in: {done}")
+        else:
+            self._listener.fed(request.id, start)
+
+    def _room(self, tokens: int) -> torch.Tensor:
+        size = self._model.config.hidden_size
+        return torch.empty((1, tokens, size), dtype=self._model.dtype, device=self._device)
+
+    def _rows(self, part: StagedPart) -> torch.Tensor:
+        """An activation in staging memory as ``[C, hidden]``."""
+        tokens, size = self.layout.chunk_tokens, self._model.config.hidden_size
+        flat = torch.frombuffer(as_torch_wants(part.view), dtype=self._model.dtype)
+        return flat[: tokens * size].view(tokens, size)
+
+    def _to_host(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.cpu().contiguous()
+
+
+def _from_environment(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdecimal():
+        raise ConfigError(f"{name} is {value!r}: start the stages with torchrun, or pass it")
+    return int(value)

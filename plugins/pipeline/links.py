@@ -1,0 +1,163 @@
+"""Messages between neighbouring ranks over torch.distributed, with nobody ever waited for in vain.
+
+A link has one thread that sends and one that receives; messages are a JSON body and perhaps a
+tensor, in order. A rank with nothing to say pings, so a neighbour that is silent for ``deadline``
+seconds is as dead as one whose connection broke. Knows nothing of what is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import distributed
+
+from cacheflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Link", "Message", "join_group"]
+
+_HEADER: Final = 3
+"""int64s: format, bytes of the body, bytes of the tensor."""
+_FORMAT: Final = 0x0CAC4E01
+_PING: Final = "ping"
+_BYE: Final = "bye"
+_PINGS: Final = 4
+"""In a deadline."""
+_CLOSE_SECONDS: Final = 5.0
+_MOST_BODY: Final = 1 << 20
+_MOST_TENSOR: Final = 1 << 34
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """``tensor`` is on the CPU and contiguous, and not changed by anybody any more."""
+
+    kind: str
+    body: dict[str, Any] = field(default_factory=dict)
+    tensor: torch.Tensor | None = None
+
+
+def join_group(rank: int, count: int, init_method: str, deadline: float) -> None:
+    """Meet all other ranks. Blocking. ``deadline``: seconds to wait for them, now and later.
+
+    Raises:
+        ConfigError: they did not come, or cannot be found.
+    """
+    try:
+        distributed.init_process_group(
+            "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=deadline),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"rank {rank} of {count} finds no others: {error}") from error
+
+
+class Link:
+    """This rank's line to ``peer``. ``heard`` and ``broken`` are called on the event loop."""
+
+    def __init__(
+        self,
+        peer: int,
+        deadline: float,
+        heard: Callable[[Link, Message], None],
+        broken: Callable[[Link, BaseException], None],
+    ) -> None:
+        self.peer = peer
+        self._deadline = deadline
+        self._heard = heard
+        self._broken = broken
+        self._loop = asyncio.get_running_loop()
+        self._outgoing: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=run, name=f"cacheflow-{name}-{peer}", daemon=True)
+            for name, run in (("send", self._send_all), ("receive", self._receive_all))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Message) -> None:
+        """Queue ``message``; it goes out in order, or the link breaks."""
+        self._outgoing.put(message)
+
+    async def aclose(self) -> None:
+        """Say goodbye and wait a little for the peer's."""
+        self._closing = True
+        self._outgoing.put(Message(_BYE))
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join, _CLOSE_SECONDS)
+
+    # -- threads -------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        try:
+            while True:
+                try:
+                    message = self._outgoing.get(timeout=self._deadline / _PINGS)
+                except queue.Empty:
+                    message = Message(_PING)
+                self._send(message)
+                if message.kind == _BYE:
+                    return
+        except Exception as error:  # whatever torch raises: the peer cannot be reached any more
+            self._tell(self._broken, error)
+
+    def _send(self, message: Message) -> None:
+        tensor, body = message.tensor, dict(message.body)
+        if tensor is not None:
+            body |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        text = json.dumps([message.kind, body]).encode()
+        nbytes = 0 if tensor is None else tensor.nbytes
+        header = torch.tensor([_FORMAT, len(text), nbytes], dtype=torch.int64)
+        distributed.send(header, self.peer)
+        distributed.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.peer)
+        if tensor is not None and nbytes:
+            distributed.send(tensor.view(torch.uint8).flatten(), self.peer)
+
+    def _receive_all(self) -> None:
+        try:
+            while True:
+                message = self._receive()
+                if message.kind == _BYE:
+                    if not self._closing:
+                        raise ConnectionError("it said goodbye")
+                    return
+                if message.kind != _PING:
+                    self._tell(self._heard, message)
+        except Exception as error:  # whatever torch raises: the peer is gone, or silent
+            self._tell(self._broken, error)
+
+    def _receive(self) -> Message:
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        distributed.recv(header, self.peer)
+        what, body_bytes, nbytes = header.tolist()
+        if what != _FORMAT or not (0 < body_bytes <= _MOST_BODY and 0 <= nbytes <= _MOST_TENSOR):
+            raise ConnectionError("it speaks another version")
+        text = torch.zeros(body_bytes, dtype=torch.uint8)
+        distributed.recv(text, self.peer)
+        kind, body = json.loads(text.numpy().tobytes())
+        if "dtype" not in body:
+            return Message(kind, body)
+        dtype: torch.dtype = getattr(torch, body.pop("dtype"))
+        tensor = torch.empty(body.pop("shape"), dtype=dtype)
+        if nbytes:
+            distributed.recv(tensor.view(torch.uint8).flatten(), self.peer)
+        return Message(kind, body, tensor)
+
+    def _tell(self, callback: Callable[[Link, Any], None], what: object) -> None:
+        # The loop may be gone: then nobody wants to know.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, self, what)

@@ -1,0 +1,209 @@
+"""Pipeline stages as real processes: each restores its own layers, and all are bit-exact."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cacheflow.distributed import Mode
+from cacheflow.testing.processes import run_ranks
+from cacheflow.types import LoadEnded, TileGrid
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from cacheflow.session import CacheFlow
+    from cacheflow.testing.processes import Seat
+    from cacheflow.testing.storage import MemoryBackend
+    from cacheflow.types import Event
+
+LAYERS, CHUNK = 4, 16
+GRID = TileGrid((32, 32, 64), 128)
+PREFIX = 384
+"""Five whole tiles."""
+NEW = 6
+PROMPT = [random.Random(3).randrange(320) for _ in range(PREFIX + 9)]
+
+
+@dataclass
+class Rank:
+    """One stage of a running pipeline, and what is compared."""
+
+    seat: Seat
+    engine: Any
+    flow: CacheFlow
+    store: MemoryBackend
+    reference: dict[str, Any]
+    events: list[Event] = field(default_factory=list)
+
+    async def turn(self, policy: str = "adaptive", *, save: bool = False) -> dict[str, Any]:
+        """Generate after the prompt with nothing in memory; what came of it, and compare the KV."""
+        from cacheflow.session import Generation
+
+        self.events.clear()
+        report = Generation()
+        session = self.flow.session("talk")
+        options: dict[str, Any] = {"max_new_tokens": NEW, "policy": policy}
+        turns = session.generate(PROMPT, save=save, report=report, **options)
+        tokens = [token async for token in turns]
+        same = self.is_same_as_reference(self.engine.open_requests[0])
+        await self.flow.flush(30.0)
+        await self.flow.forget()
+        restoration = report.restoration
+        assert restoration is not None
+        return {
+            "tokens": tokens,
+            "same": same,
+            "prefix": restoration.prefix_tokens,
+            "recomputed": restoration.recomputed_share,
+            "activations": restoration.hidden_chunks,
+            "hidden bytes": sum(
+                e.nbytes for e in self.events if isinstance(e, LoadEnded) and e.hidden
+            ),
+            "failed": restoration.failed_loads,
+        }
+
+    def is_same_as_reference(self, request: str) -> bool:
+        """Every bit of the prefix's KV in this stage's layers."""
+        import torch
+
+        found = True
+        for local, layer in enumerate(self.engine.shard.layers):
+            keys, values = self.engine.kv(request, local, PREFIX)
+            found &= torch.equal(keys, self.reference[f"k{layer}"])
+            found &= torch.equal(values, self.reference[f"v{layer}"])
+        return found
+
+    def stored(self, kind: str) -> list[Any]:
+        """Keys of the objects of a kind."""
+        return [key for key in self.store.objects if key.kind.value == kind]
+
+
+@asynccontextmanager
+async def running(seat: Seat, folder: str, deadline: float = 30.0) -> AsyncIterator[Rank]:
+    from safetensors.torch import load_file
+
+    from cacheflow.plugins.pipeline import PipelineEngine
+    from cacheflow.session import CacheFlow
+    from cacheflow.settings import Settings
+    from cacheflow.testing.storage import MemoryBackend
+
+    engine = await PipelineEngine.open_model(
+        Path(folder) / "model",
+        dtype="float32",
+        grid=GRID,
+        chunk_tokens=CHUNK,
+        kv_bytes=1 << 26,
+        rank=seat.rank,
+        stages=seat.count,
+        init_method=seat.init_method,
+        deadline=deadline,
+    )
+    store, events = MemoryBackend(), []  # type: ignore[var-annotated]
+    settings = Settings(staging_bytes=1 << 24, keep_costs=False)
+    try:
+        async with CacheFlow.open(
+            settings, engine=engine, backends={"store": store}, observer=events.append
+        ) as flow:
+            reference = load_file(Path(folder) / "reference.safetensors")
+            yield Rank(seat, engine, flow, store, reference, events)
+    finally:
+        await engine.aclose()
+
+
+async def forget_and_restore(seat: Seat, folder: str) -> dict[str, Any]:
+    """A cold turn, then the same from what it stored: in every way, with every kind of loss."""
+    found: dict[str, Any] = {}
+    async with running(seat, folder) as rank:
+        assert rank.flow.restorer.stage is not None
+        rank.flow.restorer.stage.mode = Mode.INDEPENDENT
+        found["cold"] = await rank.turn(save=True)
+        found["stored"] = Counter(key.kind.value for key in rank.store.objects)
+        found["recompute"] = await rank.turn("recompute")
+        found["load"] = await rank.turn("load")
+
+        async def slow(read: object) -> None:
+            await asyncio.sleep(0.002)
+
+        rank.store.before_read = slow
+        found["adaptive"] = await rank.turn("adaptive")
+        rank.store.before_read = None
+        chunks = sorted(rank.stored("kv"), key=lambda key: key.chunk)
+        if seat.rank:
+            for key in rank.stored("hidden"):
+                rank.store.objects[key][-40] ^= 1
+        del rank.store.objects[chunks[seat.rank]]
+        found["corrupt"] = await rank.turn("load")
+        for key in rank.stored("hidden"):
+            del rank.store.objects[key]
+        found["missing"] = await rank.turn("load")
+        rank.flow.restorer.stage.mode = None
+        found["dependent"] = await rank.turn("recompute")
+        rank.store.objects.clear()
+        found["nothing"] = await rank.turn("adaptive")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and the KV and tokens of its cold run in a single process."""
+    from safetensors.torch import save_file
+
+    from tests.e2e.conftest import save_tiny_llama
+
+    folder = tmp_path_factory.mktemp("pipeline")
+    save_tiny_llama(folder / "model", num_key_value_heads=6)
+    kv, tokens = asyncio.run(cold_run(folder / "model"))
+    save_file(kv, folder / "reference.safetensors")
+    (folder / "tokens").write_text(" ".join(map(str, tokens)))
+    return folder
+
+
+async def cold_run(model: Path) -> tuple[dict[str, Any], list[int]]:
+    from cacheflow.plugins.transformers import TransformersEngine
+    from cacheflow.session import CacheFlow
+    from cacheflow.settings import Settings
+
+    engine = await TransformersEngine.open_model(
+        model, dtype="float32", grid=GRID, chunk_tokens=CHUNK, kv_bytes=1 << 26
+    )
+    kv = {}
+    try:
+        async with CacheFlow.open(Settings(keep_costs=False), engine=engine, backends={}) as flow:
+            turns = flow.session("cold").generate(PROMPT, max_new_tokens=NEW)
+            tokens = [token async for token in turns]
+            for layer in range(LAYERS):
+                keys, values = engine.kv(engine.open_requests[0], layer, PREFIX)
+                kv |= {f"k{layer}": keys.contiguous(), f"v{layer}": values.contiguous()}
+    finally:
+        await engine.aclose()
+    return kv, tokens
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_restore_bit_for_bit(folder: Path, stages: int) -> None:
+    """Cold, from activations, from loads, from both, and after losses: the KV of every stage is the
+    single process's (torch.equal), and so are the tokens in every rank."""
+    tokens = [int(token) for token in (folder / "tokens").read_text().split()]
+    ranks = run_ranks(stages, forget_and_restore, str(folder), deadline=100.0)
+    for number, found in enumerate(ranks):
+        stored = found.pop("stored")
+        assert stored.get("hidden", 0) == (PREFIX // CHUNK if number else 0)
+        for way, turn in found.items():
+            assert turn["tokens"] == tokens, (number, way, turn)
+            assert turn["same"], (number, way, turn)
+        assert found["recompute"]["recomputed"] == 1.0
+        assert found["recompute"]["activations"] == (PREFIX // CHUNK if number else 0)
+        assert found["load"]["recomputed"] == 0.0
+        assert found["dependent"]["recomputed"] == 1.0
+        assert found["dependent"]["activations"] == 0
+        assert found["nothing"]["prefix"] == 0
+        if number:
+            assert found["corrupt"]["failed"] > 0
