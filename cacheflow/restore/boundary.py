@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cacheflow.abc import Engine, Staged, StorageBackend
     from cacheflow.clock import Clock
     from cacheflow.costs import ChannelModel, ComputeModel
+    from cacheflow.kv import Stamp
     from cacheflow.memory import StagingPool
     from cacheflow.restore.writes import Saved
     from cacheflow.types import ChunkKey, Observer, Segment, Shard, StagedPart
@@ -95,8 +96,10 @@ class StageSaver(Saver):
             await self._copies.aclose()
             await super().__aexit__(*exc_info)
 
-    def save(self, request_id: str, keys: Sequence[ChunkKey]) -> dict[str, Saved]:
-        saved = super().save(request_id, keys)
+    def save(
+        self, request_id: str, keys: Sequence[ChunkKey], stamp: Stamp | None = None
+    ) -> dict[str, Saved]:
+        saved = super().save(request_id, keys, stamp)
         boundary = self._stage.boundary
         if boundary is not None:
             canonical = canonical_tokens(self._engine.segments(request_id), self._engine.grid)
@@ -104,7 +107,7 @@ class StageSaver(Saver):
             most = self._worth(most, boundary)
             chunks = [i for i in self._stage.boundary_chunks(request_id) if i < most]
             wanted = dict.fromkeys(self._tiers, chunks)
-            self.hidden_saved = self._hidden.promote(request_id, keys, wanted)
+            self.hidden_saved = self._hidden.promote(request_id, keys, wanted, stamp)
         return saved
 
     async def flush(self, timeout: float | None = None) -> bool:

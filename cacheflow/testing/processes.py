@@ -130,13 +130,15 @@ class Ranks:
                 raise RankError(f"rank {rank} never said {word!r}: {member.error or 'it is done'}")
             self._read(rank)
 
-    def result(self, rank: int) -> Any:
-        """Block until ``rank`` is done: what its function returned.
+    def result(self, rank: int, within: float | None = None) -> Any:
+        """Block until ``rank`` is done: what its function returned. ``within``: seconds from now.
 
         Raises:
             RankError: it raised or died, with its traceback; or the deadline passed.
         """
         member = self._members[rank]
+        if within is not None:
+            self._deadline = min(self._deadline, time.monotonic() + within)
         while not member.ended:
             self._read(rank)
         if member.error:

@@ -78,9 +78,7 @@ async def opened_service(
     """
     observer = PrometheusObserver()
     if engine.chat is None:
-        raise ConfigError(
-            f"model {model!r}: no tokenizer with a chat template in its folder"
-        )
+        raise ConfigError(f"model {model!r}: no tokenizer with a chat template in its folder")
     words = await asyncio.to_thread(Words, engine.chat)
     try:
         async with CacheFlow.open(settings, engine=engine, observer=observer) as flow:

@@ -159,7 +159,7 @@ class PipelineEngine(TransformersEngine):
                     held = page.paused[tile.start] = Paused(self._room(tile.width), 0)
                 for part in parts:
                     at = part.chunk * self.layout.chunk_tokens - tile.start
-                    rows = self._rows(part)
+                    rows = self._activation(part)
                     held.hidden[0, at : at + len(rows)].copy_(rows, non_blocking=True)
                 self._streams.mark().synchronize()
 
@@ -173,7 +173,7 @@ class PipelineEngine(TransformersEngine):
             for part in parts:
                 token = part.chunk * self.layout.chunk_tokens
                 start = self.grid.start(self.grid.index_at(token))
-                at, rows = token - start, self._rows(part)
+                at, rows = token - start, self._activation(part)
                 rows.copy_(request.inputs[start][at : at + len(rows)])
 
         await self._on(self._copy, [request], work)
@@ -225,10 +225,9 @@ class PipelineEngine(TransformersEngine):
 
         def work() -> tuple[torch.Tensor, list[int] | None]:
             embedded = self._walker.embed(tokens) if fed is None else fed.to(self._device)
-            hidden = self._walker.step(requests, embedded.unsqueeze(1), positions)
-            if self.is_last:
-                return hidden, self._walker.logits(hidden)[:, -1].argmax(-1).tolist()
-            return self._to_host(hidden[:, 0]), None
+            out = self._logits if self.is_last else _hidden
+            made = self._rows(requests, embedded.unsqueeze(1), positions, out)
+            return (made, made.argmax(-1).tolist()) if self.is_last else (made.cpu(), None)
 
         hidden, own = await self._decode(requests, positions, work)
         if not self.is_last:
@@ -306,7 +305,7 @@ class PipelineEngine(TransformersEngine):
         size = self._model.config.hidden_size
         return torch.empty((1, tokens, size), dtype=self._model.dtype, device=self._device)
 
-    def _rows(self, part: StagedPart) -> torch.Tensor:
+    def _activation(self, part: StagedPart) -> torch.Tensor:
         """An activation in staging memory as ``[C, hidden]``."""
         tokens, size = self.layout.chunk_tokens, self._model.config.hidden_size
         flat = torch.frombuffer(as_torch_wants(part.view), dtype=self._model.dtype)
@@ -314,6 +313,11 @@ class PipelineEngine(TransformersEngine):
 
     def _to_host(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.cpu().contiguous()
+
+
+def _hidden(hidden: torch.Tensor) -> torch.Tensor:
+    """The only token of each row."""
+    return hidden[:, 0]
 
 
 def _from_environment(name: str) -> int:

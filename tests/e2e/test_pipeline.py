@@ -174,7 +174,7 @@ async def cold_run(model: Path) -> tuple[dict[str, Any], list[int]]:
     engine = await TransformersEngine.open_model(
         model, dtype="float32", grid=GRID, chunk_tokens=CHUNK, kv_bytes=1 << 26
     )
-    kv = {}
+    kv: dict[str, Any] = {}
     try:
         async with CacheFlow.open(Settings(keep_costs=False), engine=engine, backends={}) as flow:
             turns = flow.session("cold").generate(PROMPT, max_new_tokens=NEW)
