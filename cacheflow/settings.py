@@ -130,6 +130,13 @@ class Settings(BaseSettings):
         except SettingsError as error:
             raise ConfigError(f"{error}: lists are written as JSON") from None
 
+    @field_validator("cache_dir")
+    @classmethod
+    def _is_path(cls, path: Path) -> Path:
+        if "\0" in str(path):
+            raise ValueError("it holds a NUL, which no path can")
+        return path
+
     @field_validator("tiers")
     @classmethod
     def _unique(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:

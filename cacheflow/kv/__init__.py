@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cacheflow.kv.auth import ChunkAuth
 from cacheflow.kv.checksums import checksum, wsum
-from cacheflow.kv.chunk import Stamp, check_layout, check_stamp, seal, verify, verify_heads
+from cacheflow.kv.chunk import Stamp, check_layout, check_stamp, restamp, seal, verify, verify_heads
 from cacheflow.kv.coding import decode_layers
 from cacheflow.kv.header import (
     CHUNK_FORMAT,
@@ -58,6 +58,7 @@ __all__ = [
     "make_grid_id",
     "model_id",
     "parse_name",
+    "restamp",
     "seal",
     "tenant_id",
     "tenant_salt",

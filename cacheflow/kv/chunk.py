@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cacheflow.kv.auth import ChunkAuth
+    from cacheflow.types import ChunkKey
 
-__all__ = ["Stamp", "check_layout", "check_stamp", "seal", "verify", "verify_heads"]
+__all__ = ["Stamp", "check_layout", "check_stamp", "restamp", "seal", "verify", "verify_heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,20 @@ def seal(
         lengths=struct.pack(f"<{len(lengths)}Q", *lengths),
     )
     info = _checked(info, payload[: info.layer_range(key.layers)[1]], stamp)
+    header = encode_header(info)
+    return decode_header(header), header
+
+
+def restamp(
+    info: ChunkInfo, chunk: ChunkKey, stamp: Stamp, payload: memoryview
+) -> tuple[ChunkInfo, bytes]:
+    """The header of the object ``info``, whose stored ``payload`` was verified, under the key and
+    stamp of another tenant of the same model."""
+    key = replace(info.key, chunk=chunk)
+    info = replace(info, key=key, tenant_id=stamp.tenant_id, macs=b"", mac=b"")
+    if stamp.auth is not None:
+        info = replace(info, macs=stamp.auth.block_tags(info, key.layers, payload))
+        info = replace(info, mac=stamp.auth.header_tag(info))
     header = encode_header(info)
     return decode_header(header), header
 

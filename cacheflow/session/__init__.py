@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from cacheflow.session.conversation import Session
 from cacheflow.session.flow import TOKENS_IN_ONE_GO, CacheFlow
 from cacheflow.session.report import Generation, Usage
+from cacheflow.session.session import Session
 
 __all__ = ["TOKENS_IN_ONE_GO", "CacheFlow", "Generation", "Session", "Usage"]

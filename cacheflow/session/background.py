@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
     from cacheflow.clock import Clock
-    from cacheflow.session.conversation import Session
+    from cacheflow.session.session import Session
 
 __all__ = ["Background"]
 

@@ -1,12 +1,12 @@
-"""One conversation: its history, its turns, its forks, and advice about it."""
+"""The turns of one conversation: one at a time, each with the whole history as its prompt."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, cast
 
-from cacheflow.errors import ClosedError, ConfigError
-from cacheflow.session.advice import Advice, State, advice_of, tell_tiers
+from cacheflow.errors import ClosedError
+from cacheflow.session.advice import Advice
 from cacheflow.session.prefetch import Prefetch
 from cacheflow.session.prompts import (
     agreeing,
@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
     from cacheflow.session.flow import CacheFlow
     from cacheflow.session.prompts import Prompt
+    from cacheflow.session.session import Session
     from cacheflow.session.tenants import Tenant
     from cacheflow.types import ChunkKey
 
-__all__ = ["FORGET_SECONDS", "Session"]
-
-FORGET_SECONDS: Final = 1.0
-"""Forgetting waits this long for room to copy what is still to be stored."""
+__all__ = ["Conversation"]
 
 
-class Session:
-    """One conversation, made by :meth:`CacheFlow.session`. Its KV stays in memory between turns
-    until :meth:`forget`, or until others need the room."""
+class Conversation:
+    """What :class:`Session` is made of; see there."""
 
     def __init__(
         self, flow: CacheFlow, session_id: str, tenant: Tenant, ttl: float | None, priority: int
@@ -52,7 +49,7 @@ class Session:
         self._history: list[int] = []
         self.keys: Sequence[ChunkKey] = ()
         """Of leading chunks of the history, in memory or not."""
-        self._kv = Resident(flow, self)
+        self._kv = Resident(flow, cast("Session", self))
         self._advice = Advice()
         self._busy = asyncio.Lock()
         self._prefetch: Prefetch | None = None
@@ -199,108 +196,6 @@ class Session:
                     self._prefetch = None
                     self._after(turn)
 
-    async def fork(self, session_id: str | None = None) -> Session:
-        """A new session that goes on from here, of the same tenant, with the same history.
-
-        KV in memory is shared, but for a copy of the last page; a turn under way is waited for.
-
-        Raises:
-            ConfigError: there is such a session already.
-            CapacityError: there is no KV memory for the copy.
-        """
-        made = self._flow.new_session(session_id, self._tenant, self.ttl, self.priority)
-        async with self._busy:
-            self._check_open()
-            made._history = self._history[:]
-            if self._kv.request is not None:
-                await made._kv.adopt(self._kv)
-            self._touch()
-        return made
-
-    async def truncate(self, to: int) -> None:
-        """Forget all but the first ``to`` tokens of the history; what is stored stays. A turn under
-        way is waited for.
-
-        Raises:
-            ConfigError: the history has fewer tokens.
-            CapacityError: there is no KV memory for a copy of a page that is shared.
-        """
-        to = whole_number("to", to, 0)
-        async with self._busy:
-            self._check_open()
-            if to > len(self._history):
-                raise ConfigError(f"{self._kv.name} has {len(self._history)} tokens, not {to}")
-            kept = min(to, agreeing(self._kv.tokens, self._history))
-            await self._kv.cut(kept, FORGET_SECONDS)
-            self._history = self._history[:to]
-            self.keys = self.keys[: to // self._flow.engine.layout.chunk_tokens]
-            self._touch()
-
-    async def hint(
-        self,
-        state: State | None = None,
-        eta: float | None = None,
-        ttl: float | None = None,
-        priority: float | None = None,
-    ) -> None:
-        """Advice about what comes next; it never changes an output.
-
-        ``state``: ``active``, ``waiting`` (for a tool: back in ``eta`` seconds or so), ``idle`` or
-        ``done``. It decides whose KV leaves memory first when room is short, and how much the
-        stored chunks count against others: ``priority`` times what they seem worth, for ``ttl``
-        seconds. With ``waiting`` and ``eta`` they are pinned as well, within ``pin_bytes``.
-
-        Raises:
-            ConfigError: there is no such state, or a number is not positive.
-        """
-        self._advice = advice_of(state, eta, ttl, priority, self._flow.clock.now())
-        self._touch()
-        await self._tell_tiers(self._advice, self.keys)
-
-    async def forget(self) -> None:
-        """Drop the KV from memory; the history, and what is stored or waits to be, stays.
-
-        What is to be stored and finds no room to wait within a second is dropped, and counted:
-        ``flush`` before, if all of it matters. A turn under way ends with a ClosedError.
-        """
-        await self._kv.drop(FORGET_SECONDS)
-
-    async def close(self) -> None:
-        """The session ends: its KV leaves memory, but for what others share, and the tiers may let
-        go first what no other session had. A turn under way ends with a ClosedError. Idempotent.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            await self._kv.drop(FORGET_SECONDS)
-        finally:
-            only_here = self._flow.discard(self, self.keys)
-        now = self._flow.clock.now()
-        await self._tell_tiers(advice_of("done", None, None, None, now), only_here)
-
-    async def make_way(self) -> None:
-        """Drop the KV of an idle session from memory for others."""
-        async with self._busy:
-            await self._kv.drop()
-
-    async def drop(self) -> None:
-        """:meth:`forget` without patience."""
-        await self._kv.drop()
-
-    async def _tell_tiers(self, advice: Advice, keys: Sequence[ChunkKey]) -> None:
-        """Now, and once more when what waits to be stored is stored."""
-        tiers = self._flow.backends.values()
-        tell_tiers(tiers, keys, advice)
-        if not self._flow.saver.is_settled(keys):
-
-            async def later() -> None:
-                await self._flow.saver.settled(keys)
-                if self._advice is advice or self._closed:
-                    tell_tiers(tiers, keys, advice)
-
-            self._flow.behind(later())
-
     def _overtake(self, ask: Ask) -> None:
         """A turn or prefetch is about to wait for the session."""
         self._check_open()
@@ -319,7 +214,7 @@ class Session:
 
     def _touch(self) -> None:
         self.used_at = self._flow.clock.now()
-        self._flow.touched(self)
+        self._flow.touched(cast("Session", self))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from cacheflow.errors import ConfigError
 from cacheflow.kv import chunk_keys, extend_keys
 from cacheflow.session.background import Background
-from cacheflow.session.conversation import FORGET_SECONDS, Session
+from cacheflow.session.carrying import load_session, read_tokens
 from cacheflow.session.decoding import DecodeLoop
 from cacheflow.session.opening import open_parts
 from cacheflow.session.prompts import seconds, whole_number
 from cacheflow.session.room import Room
+from cacheflow.session.session import FORGET_SECONDS, Session
 from cacheflow.session.tenants import Tenant, tenant_of
 from cacheflow.settings import Settings
 
@@ -109,6 +111,33 @@ class CacheFlow:
         known.priority = priority or known.priority
         self._background.watch(known)
         return known
+
+    async def import_session(
+        self,
+        path: Path | str,
+        session_id: str | None = None,
+        *,
+        tenant: str = "",
+        ttl: float | None = None,
+        priority: int = 0,
+    ) -> Session:
+        """A new session with the history that :meth:`Session.export` wrote into the folder
+        ``path``. Its chunks are stored under this flow's and tenant's own keys in the first tier
+        that lasts (else in the first one): take only what you trust, or set ``auth_key``.
+
+        Raises:
+            ConfigError: it is no such folder, is of another model, or the session exists.
+            IntegrityError: it is damaged. A damaged chunk alone is left out, and recomputed.
+        """
+        contents = await read_tokens(Path(path), self.engine.identity)
+        owner = tenant_of(tenant, self.settings, self.engine)
+        keys = await self.keys_in_pieces(owner.root, contents.tokens, ())
+        made = self.new_session(session_id, owner, ttl, priority)
+        tiers = sorted(self.backends.values(), key=lambda t: not t.capabilities.persistent)
+        if tiers:
+            await load_session(Path(path), contents, keys, owner.stamp, tiers[0])
+        made.begin_with(contents.tokens, keys)
+        return made
 
     def new_session(
         self, session_id: str | None, tenant: Tenant, ttl: float | None, priority: int

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from cacheflow.restore import RestoreRequest
-    from cacheflow.session.conversation import Session
     from cacheflow.session.flow import CacheFlow
+    from cacheflow.session.session import Session
     from cacheflow.types import ChunkKey
 
 __all__ = ["Resident"]

@@ -9,7 +9,7 @@ from cacheflow.errors import CapacityError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
 
-    from cacheflow.session.conversation import Session
+    from cacheflow.session.session import Session
 
 __all__ = ["Room"]
 

@@ -10,13 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from cacheflow.tiers.archive import Imported, export_objects, import_objects
     from cacheflow.tiers.encoded import Encoded
     from cacheflow.tiers.guarded import Guarded
     from cacheflow.tiers.health import Ailment, Health, HealthLimits
     from cacheflow.tiers.located import Located, locate
     from cacheflow.tiers.tier import Tier
 
-__all__ = ["Ailment", "Encoded", "Guarded", "Health", "HealthLimits", "Located", "Tier", "locate"]
+__all__ = [
+    "Ailment",
+    "Encoded",
+    "Guarded",
+    "Health",
+    "HealthLimits",
+    "Imported",
+    "Located",
+    "Tier",
+    "export_objects",
+    "import_objects",
+    "locate",
+]
 
 _WHERE: Final = {
     "Ailment": "health",
@@ -24,8 +37,11 @@ _WHERE: Final = {
     "Guarded": "guarded",
     "Health": "health",
     "HealthLimits": "health",
+    "Imported": "archive",
     "Located": "located",
     "Tier": "tier",
+    "export_objects": "archive",
+    "import_objects": "archive",
     "locate": "located",
 }
 

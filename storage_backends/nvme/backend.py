@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 from cacheflow.abc import StorageBackend
 from cacheflow.errors import BackendError, CapacityError, ClosedError, IntegrityError
 from cacheflow.storage_backends.checks import check_reads, check_writes
-from cacheflow.storage_backends.exchange import Imported, export_objects, import_objects
 from cacheflow.storage_backends.loading import load_on_threads
 from cacheflow.storage_backends.nvme.files import DirectIo, read_file, sync_folder, write_new
 from cacheflow.storage_backends.nvme.folder import StoreFolder
@@ -30,6 +29,7 @@ from cacheflow.storage_backends.nvme.listing import Listing
 from cacheflow.storage_backends.nvme.opening import join, prepare, room_of
 from cacheflow.storage_backends.nvme.settings import NvmeOptions
 from cacheflow.storage_backends.threads import IoThreads
+from cacheflow.tiers import Imported, export_objects, import_objects
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
@@ -180,13 +180,13 @@ class NvmeBackend(StorageBackend):
         infos: Sequence[ChunkInfo],
         copied: Callable[[int], None] = lambda nbytes: None,
     ) -> int:
-        """Copy objects into the new file ``archive``: see ``exchange.export_objects``."""
+        """Copy objects into a new file: see :func:`cacheflow.tiers.export_objects`."""
         return await export_objects(self, archive, infos, copied)
 
     async def import_objects(
         self, archive: Path, copied: Callable[[int], None] = lambda nbytes: None
     ) -> Imported:
-        """Store the objects of ``archive``: see ``exchange.import_objects``."""
+        """Store the objects of a file: see :func:`cacheflow.tiers.import_objects`."""
         return await import_objects(self, archive, copied)
 
     async def aclose(self) -> None:

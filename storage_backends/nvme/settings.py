@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, field_validator
 
 from cacheflow.storage_backends.options import Options
 
@@ -35,6 +35,13 @@ class NvmeOptions(Options):
     min_free_bytes: ByteSize | None = Field(default=None, ge=0)
     """Nothing is stored that would leave less free on the file system; None: a fifth of it, but
     never more than half of what the store and the free space have together."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_path(cls, path: Path) -> Path:
+        if "\0" in str(path):
+            raise ValueError("it holds a NUL, which no path can")
+        return path
 
     def cap(self, size: int) -> int:
         """Bytes the store may have on a file system of ``size``."""

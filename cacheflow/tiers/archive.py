@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -28,15 +28,24 @@ from cacheflow.memory import StagingPool
 from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
     from pathlib import Path
 
     from aiofiles.threadpool.binary import AsyncBufferedIOBase, AsyncBufferedReader
 
     from cacheflow.abc import StorageBackend
+    from cacheflow.memory import Lease
     from cacheflow.types import ChunkInfo, ObjectKey
 
-__all__ = ["Imported", "export_objects", "import_objects"]
+__all__ = [
+    "Archived",
+    "ArchiveWriter",
+    "Imported",
+    "export_objects",
+    "import_objects",
+    "read_archive",
+    "write_archive",
+]
 
 _MAGIC: Final = b"CFLWAR1\n"
 _NAME: Final = struct.Struct("<H")
@@ -72,16 +81,11 @@ async def export_objects(
         ConfigError: ``archive`` exists, or cannot be written.
         IntegrityError: an object's bytes are not what its header says.
     """
-    try:
-        async with aiofiles.open(archive, "xb", opener=_private) as file:
-            try:
-                return await _write_archive(backend, file, infos, copied)
-            except BaseException:
-                with suppress(OSError):
-                    await aiofiles.os.unlink(archive)
-                raise
-    except OSError as error:
-        raise ConfigError(f"export to {archive}: {error.strerror}") from error
+    async with write_archive(archive) as writer:
+        for info in infos:
+            await writer.add(backend, info)
+            copied(info.nbytes)
+    return writer.count
 
 
 async def import_objects(
@@ -97,55 +101,127 @@ async def import_objects(
     """
     stored = kept = 0
     refused: list[tuple[str, str]] = []
+    async with aclosing(read_archive(archive)) as objects:
+        async for archived in objects:
+            try:
+                async with archived.read() as (info, data):
+                    is_new = await _import(backend, archived.name, info, data)
+            except IntegrityError as error:
+                refused.append((archived.name, str(error)))
+            else:
+                stored, kept = stored + is_new, kept + (not is_new)
+            copied(archived.nbytes)
+    return Imported(stored, kept, tuple(refused))
+
+
+class ArchiveWriter:
+    """Adds objects to a file that is being written: see :func:`write_archive`."""
+
+    def __init__(self, file: AsyncBufferedIOBase) -> None:
+        self.count = 0
+        self._file = file
+
+    async def add(self, backend: StorageBackend, info: ChunkInfo) -> bool:
+        """Copy one object, verified; False if it is gone by now.
+
+        Raises:
+            BackendError: it cannot be read.
+            IntegrityError: its bytes are not what its header says.
+        """
+        pool = StagingPool(info.nbytes)
+        try:
+            with await pool.lease(info.nbytes) as lease:
+                async for result in backend.load([Read(info.key, 0, lease.buffer)]):
+                    if result.status is TransferStatus.MISSING:
+                        return False
+                    if result.status is not TransferStatus.OK:
+                        raise result.error or BackendError(
+                            result.status, operation="load", context=format_name(info.key)
+                        )
+                await asyncio.to_thread(_verify_whole, info.key, lease.view)
+                name = format_name(info.key).encode()
+                await self._file.write(_NAME.pack(len(name)) + name + _SIZE.pack(info.nbytes))
+                await self._file.write(lease.view)
+        finally:
+            await pool.aclose()
+        self.count += 1
+        return True
+
+
+@asynccontextmanager
+async def write_archive(archive: Path) -> AsyncIterator[ArchiveWriter]:
+    """A new file to add objects to. What fails leaves no file.
+
+    Raises:
+        ConfigError: ``archive`` exists, or cannot be written.
+    """
+    _check(archive)
+    try:
+        async with aiofiles.open(archive, "xb", opener=_private) as file:
+            try:
+                await file.write(_MAGIC)
+                writer = ArchiveWriter(file)
+                yield writer
+                await file.write(_NAME.pack(0) + _SIZE.pack(writer.count))
+            except BaseException:
+                with suppress(OSError):
+                    await aiofiles.os.unlink(archive)
+                raise
+    except OSError as error:
+        raise ConfigError(f"export to {archive}: {error.strerror}") from error
+
+
+class Archived:
+    """One object of an archive that is being read."""
+
+    def __init__(self, file: AsyncBufferedReader, name: str, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self._file = file
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[tuple[ChunkInfo, Lease]]:
+        """Its header and all its bytes, verified.
+
+        Raises:
+            IntegrityError: it is damaged, or is not what it is called.
+        """
+        try:
+            key = parse_name(self.name)
+        except ValueError as error:
+            raise IntegrityError(str(error)) from None
+        if not self.nbytes:
+            raise IntegrityError("the object is empty")
+        pool = StagingPool(self.nbytes)
+        try:
+            with await pool.lease(self.nbytes) as lease:
+                if await self._file.readinto(lease.view) != self.nbytes:
+                    raise IntegrityError("truncated while it was read")
+                yield await asyncio.to_thread(_verify_whole, key, lease.view), lease
+        finally:
+            await pool.aclose()
+
+
+async def read_archive(archive: Path) -> AsyncGenerator[Archived, None]:
+    """The objects of ``archive`` one by one, each to be read before the next one is asked for.
+
+    Raises:
+        ConfigError: ``archive`` cannot be read.
+        IntegrityError: it is no archive, or one that was cut short.
+    """
+    _check(archive)
     try:
         left = (await aiofiles.os.stat(archive)).st_size
         async with aiofiles.open(archive, "rb") as file, aclosing(_entries(file, left)) as entries:
             async for name, size in entries:
-                try:
-                    is_new = await _import(backend, file, name, size)
-                except IntegrityError as error:
-                    refused.append((name, str(error)))
-                else:
-                    stored, kept = stored + is_new, kept + (not is_new)
-                copied(size)
+                yield Archived(file, name, size)
     except OSError as error:
         raise ConfigError(f"import from {archive}: {error.strerror}") from error
-    return Imported(stored, kept, tuple(refused))
 
 
-async def _write_archive(
-    backend: StorageBackend,
-    file: AsyncBufferedIOBase,
-    infos: Iterable[ChunkInfo],
-    copied: Callable[[int], None],
-) -> int:
-    await file.write(_MAGIC)
-    count = 0
-    for info in infos:
-        count += await _export(backend, info, file)
-        copied(info.nbytes)
-    await file.write(_NAME.pack(0) + _SIZE.pack(count))
-    return count
-
-
-async def _export(backend: StorageBackend, info: ChunkInfo, file: AsyncBufferedIOBase) -> bool:
-    pool = StagingPool(info.nbytes)
-    try:
-        with await pool.lease(info.nbytes) as lease:
-            async for result in backend.load([Read(info.key, 0, lease.buffer)]):
-                if result.status is TransferStatus.MISSING:
-                    return False
-                if result.status is not TransferStatus.OK:
-                    raise result.error or BackendError(
-                        result.status, operation="load", context=format_name(info.key)
-                    )
-            await asyncio.to_thread(_verify_whole, info.key, lease.view)
-            name = format_name(info.key).encode()
-            await file.write(_NAME.pack(len(name)) + name + _SIZE.pack(info.nbytes))
-            await file.write(lease.view)
-    finally:
-        await pool.aclose()
-    return True
+def _check(archive: Path) -> None:
+    if "\0" in str(archive):
+        raise ConfigError(f"{str(archive)!r} is no path: it holds a NUL")
 
 
 async def _entries(file: AsyncBufferedReader, left: int) -> AsyncGenerator[tuple[str, int], None]:
@@ -178,26 +254,12 @@ async def _exactly(file: AsyncBufferedReader, nbytes: int, count: int) -> bytes:
     return data
 
 
-async def _import(backend: StorageBackend, file: AsyncBufferedReader, name: str, size: int) -> bool:
-    try:
-        key = parse_name(name)
-    except ValueError as error:
-        raise IntegrityError(str(error)) from None
-    if not size:
-        raise IntegrityError("the object is empty")
-    pool = StagingPool(size)
-    try:
-        with await pool.lease(size) as lease:
-            if await file.readinto(lease.view) != size:
-                raise IntegrityError("truncated while it was read")
-            info = await asyncio.to_thread(_verify_whole, key, lease.view)
-            if await _has_as_good(backend, info):
-                return False
-            header = lease.part(0, info.payload_offset)
-            payload = lease.part(info.payload_offset, size - info.payload_offset)
-            [result] = await backend.store([Write(info, (header, payload))])
-    finally:
-        await pool.aclose()
+async def _import(backend: StorageBackend, name: str, info: ChunkInfo, lease: Lease) -> bool:
+    if await _has_as_good(backend, info):
+        return False
+    header = lease.part(0, info.payload_offset)
+    payload = lease.part(info.payload_offset, info.nbytes - info.payload_offset)
+    [result] = await backend.store([Write(info, (header, payload))])
     if result.status is TransferStatus.FULL:
         raise CapacityError(f"import of {name}: the store is full ({result.error})")
     if result.status is not TransferStatus.OK:

@@ -1,0 +1,144 @@
+"""Restores without a turn: joined, overtaken, cancelled, and what they leave for the turn."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cacheflow.errors import ClosedError, ConfigError
+from cacheflow.session import Generation
+from tests.unit.session.conftest import prompt_of
+
+if TYPE_CHECKING:
+    from cacheflow.session import Session
+    from cacheflow.types import Read
+    from tests.unit.session.conftest import Opened, Play
+
+PROMPT = prompt_of(300)
+
+
+class Held:
+    """Reads of the store wait until they are let go."""
+
+    def __init__(self, play: Play) -> None:
+        self.began, self.go = asyncio.Event(), asyncio.Event()
+        play.store.before_read = self._wait
+
+    async def _wait(self, read: Read) -> None:
+        self.began.set()
+        await self.go.wait()
+
+
+async def stored(play: Play) -> Session:
+    """A session whose history is stored and not in memory."""
+    session = play.flow.session("s")
+    await play.ask(session, PROMPT)
+    await play.flow.flush()
+    await session.forget()
+    return session
+
+
+async def test_the_turn_after_a_prefetch_restores_nothing(opened: Opened) -> None:
+    """The history is in memory, as far as its KV can be; only what is new is computed."""
+    async with opened() as play:
+        session, report = await stored(play), Generation()
+        await session.prefetch(report=report)
+        assert report.restoration is not None
+        assert report.restoration.prefix_tokens == 288
+        assert session.resident_tokens == 303
+        reads, computed = play.store.reads, play.engine.recomputed
+        turn = await play.ask(session, [*session.tokens, *prompt_of(20, 1)])
+        assert turn.usage.resident_tokens == 303
+        assert play.store.reads == reads
+        assert play.engine.recomputed - computed <= 2 * play.engine.layout.num_layers
+        await session.prefetch()
+        assert play.store.reads == reads
+
+
+async def test_a_turn_joins_a_prefetch(opened: Opened) -> None:
+    """It waits for what is under way, which it lends its priority; nothing is read twice."""
+    async with opened() as play:
+        session = await stored(play)
+        held, published = Held(play), play.engine.published
+        prefetch = asyncio.create_task(session.prefetch(policy="load", priority=-5))
+        await held.began.wait()
+        history = [*session.tokens, *prompt_of(20, 1)]
+        turn = asyncio.create_task(play.ask(session, history))
+        await asyncio.sleep(0)
+        spec = play.flow.restorer.scheduler._requests[session.requests[0]].spec
+        assert spec.priority == 0
+        held.go.set()
+        report = await turn
+        await prefetch
+        assert report.usage.resident_tokens == 303
+        assert play.engine.published - published == 18 * play.engine.layout.num_layers
+
+
+async def test_a_turn_with_another_prompt_ends_a_prefetch(opened: Opened) -> None:
+    """Whoever waits for the prefetch is told nothing: it was advice."""
+    async with opened() as play:
+        session = await stored(play)
+        held = Held(play)
+        prefetch = asyncio.create_task(session.prefetch(policy="load"))
+        await held.began.wait()
+        await play.ask(session, prompt_of(50, 7))
+        await prefetch
+        held.go.set()
+        assert session.resident_tokens == 52
+
+
+async def test_a_cancelled_prefetch_leaves_the_session_usable(opened: Opened) -> None:
+    """The cancellation is the caller's; the next turn restores."""
+    async with opened() as play:
+        session = await stored(play)
+        held = Held(play)
+        prefetch = asyncio.create_task(session.prefetch(policy="load"))
+        await held.began.wait()
+        prefetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await prefetch
+        held.go.set()
+        report = await play.ask(session, PROMPT)
+        assert report.cached_tokens == 288
+
+
+async def test_a_prefetch_of_a_prompt_stores_what_is_new(opened: Opened) -> None:
+    """A prompt that nobody has computed yet is prefilled, and stored."""
+    async with opened() as play:
+        session = play.flow.session("s")
+        await session.prefetch(PROMPT)
+        await play.flow.flush()
+        assert len(play.store.objects) == 18
+        report = await play.ask(session, [*PROMPT, 5])
+        assert report.usage.resident_tokens == 300
+
+
+async def test_what_cannot_be_prefetched(opened: Opened) -> None:
+    """A session without a history, a prompt that is none, a closed session."""
+    async with opened() as play:
+        session = play.flow.session("s")
+        await session.prefetch()
+        assert session.resident_tokens == 0
+        with pytest.raises(ConfigError, match="empty"):
+            await session.prefetch([])
+        with pytest.raises(ConfigError, match="position 0"):
+            await session.prefetch([-1])
+        await session.close()
+        with pytest.raises(ClosedError):
+            await session.prefetch(PROMPT)
+
+
+async def test_forgotten_during_a_prefetch(opened: Opened) -> None:
+    """Whoever waits for it is told; nothing stays in memory."""
+    async with opened() as play:
+        session = await stored(play)
+        held = Held(play)
+        prefetch = asyncio.create_task(session.prefetch(policy="load"))
+        await held.began.wait()
+        await session.forget()
+        held.go.set()
+        with pytest.raises(ClosedError, match="session 's' was forgotten"):
+            await prefetch
+        assert play.engine.open_requests == []
