@@ -93,9 +93,11 @@ class IoThreads:
         self.submit(job)
         return job
 
-    async def run(self, work: Callable[[], Any]) -> Any:
+    async def run(
+        self, work: Callable[[], Any], abandoned: Callable[[], None] | None = None
+    ) -> Any:
         """Start ``work`` and await it; cancelling withdraws it if it has not begun."""
-        job = self.start(work)
+        job = self.start(work, abandoned)
         try:
             return await asyncio.shield(job.done)
         except asyncio.CancelledError:

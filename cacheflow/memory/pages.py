@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import ConfigError
 from cacheflow.memory.hold import InFlight
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from cacheflow.types import Hold
 
 __all__ = ["HostPages", "buffer_from"]
+
+_HUGE_PAGE: Final = 2 << 20
+_MAP_HUGETLB: Final = 0x40000
+"""Linux's flag, which Python's mmap does not name."""
 
 
 def buffer_from(
@@ -33,15 +37,18 @@ def buffer_from(
 class HostPages:
     """``nbytes`` of anonymous memory, touched (and so taken) only as it is used.
 
+    ``huge``: in huge pages, reserved ones where there are enough (``pages`` is then ``hugetlb``),
+    else whatever the kernel makes of the wish (``advised``).
+
     Raises:
         ConfigError: ``pin`` is True and it cannot be pinned (None: pinned if possible).
     """
 
-    __slots__ = ("_map", "address", "kind", "view")
+    __slots__ = ("_map", "address", "kind", "pages", "view")
 
-    def __init__(self, nbytes: int, *, pin: bool | None) -> None:
-        self._map = mmap.mmap(-1, nbytes)
-        self.view = memoryview(self._map)
+    def __init__(self, nbytes: int, *, pin: bool | None, huge: bool = False) -> None:
+        self._map, self.pages = _map_huge(nbytes) if huge else (mmap.mmap(-1, nbytes), "normal")
+        self.view = memoryview(self._map)[:nbytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         pinned = pin is not False and _pin(self.address, nbytes)
         if pin and not pinned:
@@ -58,6 +65,18 @@ class HostPages:
         self.view.release()
         with contextlib.suppress(BufferError):  # someone still has a view
             self._map.close()
+
+
+def _map_huge(nbytes: int) -> tuple[mmap.mmap, str]:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    whole = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+    with contextlib.suppress(OSError):  # none, or not enough of them, are reserved
+        return mmap.mmap(-1, whole, flags=flags | _MAP_HUGETLB), "hugetlb"
+    memory = mmap.mmap(-1, nbytes, flags=flags)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory, "advised"
+    return memory, "normal"
 
 
 def _pin(address: int, nbytes: int) -> bool:

@@ -76,16 +76,19 @@ class _Waiter:
 class StagingPool:
     """``capacity`` bytes of page-aligned host memory (rounded up to 4 KiB).
 
+    ``huge``: in huge pages as far as there are any; ``pages`` says what came of it.
+
     Raises:
         ConfigError: ``pin`` is True and the memory cannot be pinned (None: pinned if possible).
         ValueError: ``capacity`` is not positive.
     """
 
-    def __init__(self, capacity: int, *, pin: bool | None = None) -> None:
+    def __init__(self, capacity: int, *, pin: bool | None = None, huge: bool = False) -> None:
         if capacity <= 0:
             raise ValueError(f"a staging pool needs at least one byte, got {capacity}")
         self.capacity = _round_up(capacity)
-        self._pages = HostPages(self.capacity, pin=pin)
+        self._pages = HostPages(self.capacity, pin=pin, huge=huge)
+        self.pages = self._pages.pages
         self.view = self._pages.view
         self.address = self._pages.address
         self.kind = self._pages.kind

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cacheflow.pool import messages
+    from cacheflow.pool.etcd import Etcd
     from cacheflow.pool.frames import (
         FIRST_BODY,
         MAX_BODY,
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
         Kind,
         read_frame,
     )
+    from cacheflow.pool.server import StoreServer, running
+    from cacheflow.pool.settings import StoreSettings
     from cacheflow.pool.transport import Access, Link, Piece, Target, Transport, TransportKind
 
 __all__ = [
@@ -25,15 +28,19 @@ __all__ = [
     "MAX_BODY",
     "PROTOCOL",
     "Access",
+    "Etcd",
     "Frame",
     "Kind",
     "Link",
     "Piece",
+    "StoreServer",
+    "StoreSettings",
     "Target",
     "Transport",
     "TransportKind",
     "messages",
     "read_frame",
+    "running",
 ]
 
 _WHERE: Final = {
@@ -41,14 +48,18 @@ _WHERE: Final = {
     "MAX_BODY": "frames",
     "PROTOCOL": "frames",
     "Access": "transport",
+    "Etcd": "etcd",
     "Frame": "frames",
     "Kind": "frames",
     "Link": "transport",
     "Piece": "transport",
+    "StoreServer": "server",
+    "StoreSettings": "settings",
     "Target": "transport",
     "Transport": "transport",
     "TransportKind": "transport",
     "read_frame": "frames",
+    "running": "server",
 }
 
 

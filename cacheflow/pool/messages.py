@@ -34,7 +34,6 @@ __all__ = [
     "Message",
     "Nothing",
     "Release",
-    "ReleaseReply",
     "Scan",
     "ScanReply",
     "Stat",
@@ -151,12 +150,6 @@ class Release(Message):
     generations: Annotated[tuple[Number, ...], Field(max_length=BATCH)]
 
 
-class ReleaseReply(Message):
-    """Whether each was in force without a break until now."""
-
-    in_force: tuple[bool, ...]
-
-
 class Alloc(Message):
     """Room for these objects, each described by its header."""
 
@@ -251,7 +244,7 @@ REPLIES: Final[dict[Kind, type[Message]]] = {
     Kind.HELLO: HelloReply,
     Kind.LOOKUP: LookupReply,
     Kind.LEASE: LeaseReply,
-    Kind.RELEASE: ReleaseReply,
+    Kind.RELEASE: Nothing,
     Kind.ALLOC: AllocReply,
     Kind.COMMIT: CommitReply,
     Kind.ABORT: Nothing,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from ssl import SSLContext
 
     from cacheflow.types import Buffer, Hold
 
@@ -128,16 +129,19 @@ class Target(Protocol):
 class TransportKind(Protocol):
     """What an entry point of the group ``cacheflow.transports`` gives."""
 
-    async def open_transport(self) -> Transport:
-        """The client's half.
+    async def open_transport(self, tls: SSLContext | None) -> Transport:
+        """The client's half; ``tls``: what the side channel uses.
 
         Raises:
             ConfigError: it cannot work on this machine; says what is missing.
         """
         ...
 
-    async def open_target(self, arena: Buffer, access: Access, host: str, port: int) -> Target:
-        """The store's half, over ``arena``. ``host``, ``port``: where it may listen, if it does.
+    async def open_target(
+        self, arena: Buffer, access: Access, host: str, port: int, tls: SSLContext | None
+    ) -> Target:
+        """The store's half, over ``arena``. ``host``, ``port``: where it may listen, if it does;
+        ``tls``: what the side channel uses.
 
         Raises:
             ConfigError: see :meth:`open_transport`.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from cacheflow.abc import StorageBackend
 from cacheflow.storage_backends.checks import check_reads, check_writes
+from cacheflow.storage_backends.flights import Flights
 from cacheflow.storage_backends.object_store.copying import copy_into, lend
-from cacheflow.storage_backends.object_store.flights import Flights
 from cacheflow.storage_backends.object_store.headers import Headers, Listed
 from cacheflow.storage_backends.object_store.names import folder_of, key_of, path_of
 from cacheflow.storage_backends.object_store.opening import check, make_store

@@ -1,0 +1,136 @@
+"""etcd over its HTTP/JSON gateway: who is there, told by those who are.
+
+A store writes one key under a lease that it keeps alive; a client reads all keys of the prefix.
+Needs httpx. Every call has a deadline; what fails is tried again, and what was known stays known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from cacheflow.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from cacheflow.pool.settings import StoreSettings
+
+__all__ = ["Announcement", "Etcd"]
+
+_log = logging.getLogger(__name__)
+_SECONDS: Final = 3.0
+_LATER: Final = 1.0
+"""Seconds between two attempts to announce a store."""
+
+
+class Etcd:
+    """One etcd server, or one of a cluster, at ``url``.
+
+    Raises:
+        ConfigError: httpx is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError("etcd needs httpx: pip install 'cacheflow-kv[etcd]'") from error
+        self._errors = (httpx.HTTPError, ValueError, KeyError)
+        self._url = url.rstrip("/")
+        self._http: httpx.AsyncClient = httpx.AsyncClient(timeout=_SECONDS)
+
+    async def list(self, prefix: str) -> dict[str, str]:
+        """Keys under ``prefix`` and their values."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        found = await self._call("kv/range", {"key": _b64(prefix), "range_end": _b64(end)})
+        entries = found.get("kvs", [])
+        return {_text(entry["key"]): _text(entry.get("value", "")) for entry in entries}
+
+    async def grant(self, seconds: int) -> str:
+        """A lease of ``seconds``; its id."""
+        return str((await self._call("lease/grant", {"TTL": seconds}))["ID"])
+
+    async def put(self, key: str, value: str, lease: str) -> None:
+        """Write ``key``, for as long as ``lease`` lasts."""
+        await self._call("kv/put", {"key": _b64(key), "value": _b64(value), "lease": lease})
+
+    async def keep_alive(self, lease: str) -> bool:
+        """Renew; False if the lease is over."""
+        found = await self._call("lease/keepalive", {"ID": lease})
+        return int(found.get("result", {}).get("TTL", 0)) > 0
+
+    async def revoke(self, lease: str) -> None:
+        """End it, and remove its keys."""
+        await self._call("lease/revoke", {"ID": lease})
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        await self._http.aclose()
+
+    async def _call(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+        try:
+            answer = await self._http.post(f"{self._url}/v3/{path}", json=fields)
+            answer.raise_for_status()
+            found: dict[str, Any] = answer.json()
+        except self._errors as error:
+            reason = f"{type(error).__name__} {error}".strip()
+            raise BackendError(
+                reason, operation=path, context=self._url, is_temporary=True
+            ) from error
+        return found
+
+
+class Announcement:
+    """A store says that it is there, until it is closed."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        assert settings.etcd is not None
+        assert settings.advertise is not None
+        self._etcd = Etcd(settings.etcd)
+        self._key = settings.etcd_prefix + settings.advertise
+        self._value = json.dumps({"address": settings.advertise})
+        self._ttl = settings.etcd_ttl
+        self._lease = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin; :meth:`aclose` must follow."""
+        self._task = asyncio.create_task(self._run())
+
+    async def aclose(self) -> None:
+        """Take the store off the list at once. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait([task])
+        if self._lease:
+            with suppress(BackendError):  # then the lease ends by itself
+                await self._etcd.revoke(self._lease)
+        await self._etcd.aclose()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if not self._lease or not await self._etcd.keep_alive(self._lease):
+                    self._lease = await self._etcd.grant(self._ttl)
+                    await self._etcd.put(self._key, self._value, self._lease)
+                    _log.info("announced as %s", self._key)
+            except BackendError as error:
+                _log.warning("cannot be announced: %s", error)
+                await asyncio.sleep(_LATER)
+                continue
+            await asyncio.sleep(self._ttl / 3)
+
+
+def _b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _text(data: str) -> str:
+    return base64.b64decode(data).decode("utf-8", "replace")

@@ -1,0 +1,171 @@
+"""Who may touch which slot until when: leases to read, and slots that are to be filled.
+
+Each grant keeps its slot's memory from being used again; what a transport thread is touching has a
+hold of its own besides. Belongs to the event loop, except :meth:`Grants.enter`, which any thread
+may call. Time is an argument. Knows neither objects nor their order of eviction.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cacheflow.pool.slots import Slot
+    from cacheflow.types import Hold
+
+__all__ = ["Grant", "Grants"]
+
+_Name: TypeAlias = tuple[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """``count`` leases of one client on one slot, or its right to fill it."""
+
+    client: str
+    slot: Slot
+    until: float
+    writing: bool
+    count: int = 1
+
+
+class Grants:
+    """``changed`` is told how many grants there are; ``ended`` of each lease that is over."""
+
+    def __init__(
+        self,
+        changed: Callable[[int], None] = lambda number: None,
+        ended: Callable[[Slot], None] = lambda slot: None,
+    ) -> None:
+        self._changed = changed
+        self._ended = ended
+        self._lock = threading.Lock()
+        """Guards the mapping: a grant that was found keeps its slot until a hold is taken."""
+        self._reading: OrderedDict[_Name, Grant] = OrderedDict()
+        self._writing: OrderedDict[_Name, Grant] = OrderedDict()
+        """Both by when they end."""
+        self.uncommitted_bytes = 0
+
+    @property
+    def leases(self) -> int:
+        """Slots leased, counted once a client."""
+        return len(self._reading)
+
+    @property
+    def uncommitted(self) -> int:
+        """Slots to be filled."""
+        return len(self._writing)
+
+    # -- giving --------------------------------------------------------------------------------
+
+    def lease(self, client: str, slot: Slot, until: float) -> bool:
+        """``client`` may read ``slot``; True if it could not before."""
+        name = (client, slot.generation)
+        with self._lock:
+            if (grant := self._reading.get(name)) is not None:
+                grant.count += 1
+                grant.until = until
+                self._reading.move_to_end(name)
+                return False
+            self._reading[name] = Grant(client, slot, until, writing=False)
+        slot.hold.acquire()
+        self._tell()
+        return True
+
+    def to_fill(self, client: str, slot: Slot, until: float) -> None:
+        """``client`` may write ``slot``, which nobody can see yet."""
+        with self._lock:
+            self._writing[client, slot.generation] = Grant(client, slot, until, writing=True)
+        slot.hold.acquire()
+        self.uncommitted_bytes += slot.info.nbytes
+        self._tell()
+
+    def enter(
+        self, client: str, generation: int, offset: int, nbytes: int, *, writing: bool
+    ) -> Hold | None:
+        """See :class:`cacheflow.pool.Access`. From any thread."""
+        grants = self._writing if writing else self._reading
+        with self._lock:
+            grant = grants.get((client, generation))
+            if grant is None:
+                return None
+            slot = grant.slot
+            start = offset - slot.offset
+            if start < 0 or nbytes < 0 or start + nbytes > slot.info.nbytes:
+                return None
+            slot.hold.acquire()
+            return slot.hold
+
+    # -- taking back ---------------------------------------------------------------------------
+
+    def release(self, client: str, generation: int) -> None:
+        """One lease less, if there is one still."""
+        with self._lock:
+            grant = self._reading.get((client, generation))
+            if grant is None:
+                return
+            grant.count -= 1
+            if not grant.count:
+                del self._reading[client, generation]
+        if not grant.count:
+            self._over(grant)
+
+    def filled(self, client: str, generation: int) -> Slot | None:
+        """The client writes no more; the slot, if it was his to fill."""
+        with self._lock:
+            grant = self._writing.pop((client, generation), None)
+        if grant is None:
+            return None
+        self._over(grant)
+        return grant.slot
+
+    def expired(self, now: float) -> list[Grant]:
+        """End the leases that are over; those that should have filled a slot by now stay: they may
+        be writing."""
+        while self._reading:
+            name, grant = next(iter(self._reading.items()))
+            if grant.until > now:
+                break
+            with self._lock:
+                del self._reading[name]
+            self._over(grant)
+        late = []
+        for grant in self._writing.values():
+            if grant.until > now:
+                break
+            late.append(grant)
+        return late
+
+    def next_end(self) -> float | None:
+        """When the first grant is over."""
+        firsts = [next(iter(g.values())).until for g in (self._reading, self._writing) if g]
+        return min(firsts, default=None)
+
+    def dismiss(self, client: str) -> list[Slot]:
+        """All leases of ``client`` end, and so do its rights to write; returns those slots."""
+        unfilled = []
+        for grants in (self._reading, self._writing):
+            with self._lock:
+                mine = [grants.pop(name) for name in list(grants) if name[0] == client]
+            for grant in mine:
+                self._over(grant)
+                if grant.writing:
+                    unfilled.append(grant.slot)
+        return unfilled
+
+    def _over(self, grant: Grant) -> None:
+        slot = grant.slot
+        slot.hold.release()
+        if grant.writing:
+            self.uncommitted_bytes -= slot.info.nbytes
+        else:
+            self._ended(slot)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed(len(self._reading) + len(self._writing))

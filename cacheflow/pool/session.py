@@ -1,0 +1,282 @@
+"""One client's connection: frames in, operations on the directory, frames out.
+
+Whatever arrives, the store goes on: a frame that is not understood ends its connection and nothing
+else. Requests of one connection run side by side, so many at a time; more are not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.errors import CacheFlowError, IntegrityError
+from cacheflow.kv import encode_header, parse_name
+from cacheflow.pool import messages as m
+from cacheflow.pool.frames import FIRST_BODY, Kind, read_frame
+from cacheflow.types import ChunkKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from cacheflow.pool.directory import Directory
+    from cacheflow.pool.frames import Frame
+    from cacheflow.pool.slots import Slot
+    from cacheflow.pool.transport import Target
+    from cacheflow.types import ChunkInfo, ObjectKey
+
+__all__ = ["Refusal", "Session"]
+
+_log = logging.getLogger(__name__)
+_HELLO_SECONDS: Final = 5.0
+_AT_ONCE: Final = 64
+"""Requests of one connection that run at the same time."""
+_SEND_SECONDS: Final = 10.0
+"""A client that does not read its replies for so long is disconnected."""
+_REPLY_BYTES: Final = 4 << 20
+"""Headers in one reply, about."""
+
+
+class Refusal(Exception):
+    """The request is refused; ``code`` is one of those of :class:`messages.ErrorReply`."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Session:
+    """``name`` is unique among all connections of this start of the store."""
+
+    def __init__(
+        self,
+        name: str,
+        directory: Directory,
+        targets: Mapping[str, Target],
+        token: bytes,
+        instance: bytes,
+        stat: Callable[[], m.StatReply],
+    ) -> None:
+        self.name = name
+        self.client = ""
+        self.transport = ""
+        self._directory = directory
+        self._targets = targets
+        self._token = token
+        self._instance = instance
+        self._stat = stat
+        self._scanned: list[tuple[ObjectKey, bytes | None]] = []
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until the client goes, or has to."""
+        self._writer = writer
+        try:
+            await self._hello(reader)
+            async with asyncio.TaskGroup() as group:
+                tasks: set[asyncio.Task[None]] = set()
+                while (frame := await read_frame(reader)) is not None:
+                    await self._turns.acquire()
+                    task = group.create_task(self._answer(frame))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                for task in tasks:  # nobody hears the answers
+                    task.cancel()
+        except (IntegrityError, OSError, TimeoutError, ExceptionGroup) as error:
+            _log.warning("client %s: disconnected: %s", self.client or self.name, _reason(error))
+        finally:
+            await self._end()
+
+    def cut(self, reason: str) -> None:
+        """Disconnect the client."""
+        if self._writer is not None and not self._writer.is_closing():
+            _log.warning("client %s: cut off: %s", self.client, reason)
+            self._writer.transport.abort()
+
+    async def _end(self) -> None:
+        target = self._targets.get(self.transport)
+        if target is not None:
+            await target.dismiss(self.name)
+        self._directory.dismiss(self.name)
+        if self._writer is not None:
+            self._writer.close()
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._writer.wait_closed()
+
+    # -- frames --------------------------------------------------------------------------------
+
+    async def _hello(self, reader: asyncio.StreamReader) -> None:
+        async with asyncio.timeout(_HELLO_SECONDS):
+            frame = await read_frame(reader, FIRST_BODY)
+        if frame is None:
+            raise IntegrityError("it said nothing")
+        if frame.kind is not Kind.HELLO or frame.is_reply:
+            raise IntegrityError(f"its first frame is {frame.kind.name}, not HELLO")
+        hello = m.Hello.parse(frame.body)
+        try:
+            reply = await self._greet(hello)
+        except Refusal as refusal:
+            await self._refuse(frame.number, refusal)
+            raise IntegrityError(str(refusal)) from None
+        await self._send(reply.frame(Kind.HELLO, frame.number, is_reply=True))
+        _log.info("client %s: connected, transport %s", self.client, self.transport)
+
+    async def _greet(self, hello: m.Hello) -> m.HelloReply:
+        if not hmac.compare_digest(hello.token, self._token):
+            raise Refusal("token", "the token is not that of this store")
+        if self._directory.is_draining:
+            raise Refusal("draining", "the store is about to stop")
+        self.client = hello.client
+        for name, offer in hello.offers:
+            if name in self._targets:
+                self.transport = name
+                answer = await self._targets[name].admit(self.name, offer)
+                return m.HelloReply(
+                    instance=self._instance,
+                    arena_bytes=self._directory.arena.memory.nbytes,
+                    lease_ms=int(1000 * self._directory.terms.lease),
+                    transport=name,
+                    answer=answer,
+                )
+        offered = ", ".join(name for name, _ in hello.offers) or "none"
+        there = ", ".join(self._targets)
+        raise Refusal("transport", f"transports offered: {offered}; of this store: {there}")
+
+    async def _answer(self, frame: Frame) -> None:
+        try:
+            reply = await self._reply(frame)
+        except IntegrityError as error:
+            await self._refuse(frame.number, Refusal("protocol", str(error)))
+            self.cut(f"{frame.kind.name}: {error}")
+        except Refusal as refusal:
+            await self._refuse(frame.number, refusal)
+        except CacheFlowError as error:
+            _log.warning("client %s: %s failed: %s", self.client, frame.kind.name, error)
+            await self._refuse(frame.number, Refusal("failed", str(error)))
+        else:
+            await self._send(reply.frame(frame.kind, frame.number, is_reply=True))
+        finally:
+            self._turns.release()
+
+    async def _refuse(self, number: int, refusal: Refusal) -> None:
+        reply = m.ErrorReply(code=refusal.code, text=str(refusal)[:1024])
+        await self._send(reply.frame(Kind.ERROR, number, is_reply=True))
+
+    async def _send(self, frame: bytes) -> None:
+        assert self._writer is not None
+        if self._writer.is_closing():
+            return
+        self._writer.write(frame)
+        try:
+            async with asyncio.timeout(_SEND_SECONDS):
+                await self._writer.drain()
+        except (OSError, TimeoutError) as error:
+            self.cut(f"it does not take its replies ({_reason(error)})")
+
+    # -- operations ----------------------------------------------------------------------------
+
+    async def _reply(self, frame: Frame) -> m.Message:
+        if frame.is_reply or frame.kind not in m.REQUESTS:
+            raise IntegrityError("it is no request")
+        request = m.REQUESTS[frame.kind].parse(frame.body)
+        directory = self._directory
+        match request:
+            case m.Lookup():
+                return await self._lookup(request)
+            case m.Lease():
+                slots = await directory.lease(self.name, _keys(request.names))
+                return m.LeaseReply(slots=tuple(map(_place, slots)))
+            case m.Release():
+                directory.release(self.name, request.generations)
+                return m.Nothing()
+            case m.Alloc():
+                opened = await directory.alloc(self.name, request.headers)
+                return m.AllocReply(slots=tuple(map(_opened, opened)))
+            case m.Commit():
+                refused = await directory.commit(self.name, request.slots)
+                return m.CommitReply(refused=tuple(refused))
+            case m.Abort():
+                directory.abort(self.name, request.generations)
+                return m.Nothing()
+            case m.Delete():
+                deleted = await directory.delete(_keys(request.names))
+                return m.DeleteReply(deleted=tuple(deleted))
+            case m.Scan():
+                return await self._scan(request.after)
+            case m.Stat():
+                return self._stat()
+            case _:
+                raise IntegrityError("a connection says HELLO once")
+
+    async def _lookup(self, request: m.Lookup) -> m.LookupReply:
+        known = set(request.known)
+        found = await self._directory.lookup([ChunkKey(digest) for digest in request.chunks])
+        answer: list[tuple[tuple[int, bytes], ...]] = []
+        left = _REPLY_BYTES
+        for objects in found:
+            entries, nbytes = _described(objects, known)
+            left -= nbytes
+            if left < 0 and answer:
+                break
+            answer.append(entries)
+        return m.LookupReply(found=tuple(answer))
+
+    async def _scan(self, after: int) -> m.ScanReply:
+        if after == 0:
+            self._scanned = await self._directory.headers()
+        page: list[bytes] = []
+        left = _REPLY_BYTES
+        at = min(after, len(self._scanned))
+        while at < len(self._scanned) and left > 0:
+            key, header = self._scanned[at]
+            if header is None and (slot := self._directory.arena.find(key)) is not None:
+                header = slot.header
+            if header is not None:
+                page.append(header)
+                left -= len(header)
+            at += 1
+        if at >= len(self._scanned):
+            self._scanned, at = [], 0
+        return m.ScanReply(headers=tuple(page), after=at)
+
+
+def _keys(names: Sequence[str]) -> list[ObjectKey]:
+    try:
+        return [parse_name(name) for name in names]
+    except ValueError as error:
+        raise IntegrityError(str(error)) from None
+
+
+def _place(slot: Slot | None) -> tuple[int, int, int] | None:
+    return None if slot is None else (slot.offset, slot.info.nbytes, slot.generation)
+
+
+def _opened(slot: Slot | str) -> tuple[int, int, str]:
+    return (0, 0, slot) if isinstance(slot, str) else (slot.offset, slot.generation, "")
+
+
+def _described(
+    objects: Sequence[tuple[Slot | None, ChunkInfo]], known: set[int]
+) -> tuple[tuple[tuple[int, bytes], ...], int]:
+    """Entries of one chunk and their bytes: no more of them than fit a reply."""
+    entries: list[tuple[int, bytes]] = []
+    nbytes = 0
+    for slot, info in objects:
+        header = encode_header(info) if slot is None else slot.header
+        generation = 0 if slot is None else slot.generation
+        entry = (generation, b"" if generation in known else header)
+        nbytes += len(entry[1]) + 16
+        if nbytes > 2 * _REPLY_BYTES:
+            break
+        entries.append(entry)
+    return tuple(entries), nbytes
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(map(_reason, error.exceptions))
+    return str(error) or type(error).__name__

@@ -1,0 +1,351 @@
+"""The pool backend: the storage contract over one or several store processes.
+
+Directory operations go over each store's side channel, bytes over a transport. A store that is down
+is a miss for its keys. Moves bytes and verifies nothing but that what it read is what was leased.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from contextlib import ExitStack, aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
+
+from cacheflow.abc import StorageBackend
+from cacheflow.errors import BackendError, ConfigError, IntegrityError
+from cacheflow.kv import decode_header, format_name
+from cacheflow.pool import messages
+from cacheflow.registry import load_transport
+from cacheflow.storage_backends.checks import check_reads, check_writes
+from cacheflow.storage_backends.flights import Flights
+from cacheflow.storage_backends.pool.discovery import discovery
+from cacheflow.storage_backends.pool.guard import Guard
+from cacheflow.storage_backends.pool.headers import Headers
+from cacheflow.storage_backends.pool.members import Members
+from cacheflow.storage_backends.pool.peer import Peer, describe
+from cacheflow.storage_backends.pool.reading import Loading
+from cacheflow.storage_backends.pool.settings import PoolOptions, read_token, tls_context
+from cacheflow.storage_backends.pool.writing import Storing
+from cacheflow.storage_backends.threads import IoThreads
+from cacheflow.types import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from ssl import SSLContext
+
+    from cacheflow.pool import Transport, TransportKind
+    from cacheflow.storage_backends.pool.settings import Address
+    from cacheflow.types import (
+        Buffer,
+        ChunkInfo,
+        ChunkKey,
+        ObjectKey,
+        Read,
+        TransferResult,
+        Write,
+    )
+
+__all__ = ["PoolBackend"]
+
+_log = logging.getLogger(__name__)
+_AT_ONCE: Final = 1024
+"""Reads, writes and questions under way."""
+_CHECKSUM_THREADS: Final = 2
+_CLOSE_SECONDS: Final = 1.0
+_MOST_PLACES: Final = 65536
+"""Objects of which is remembered which stores have them."""
+_FEW: Final = 16
+"""Headers that are decoded on the loop: less than a millisecond."""
+
+
+class PoolBackend(StorageBackend):
+    """Use :meth:`open`; one instance may be used by one event loop, a pool by many hosts."""
+
+    name: ClassVar[str] = "pool"
+
+    def __init__(
+        self,
+        options: PoolOptions,
+        transports: Mapping[str, Transport],
+        token: bytes,
+        tls: SSLContext | None,
+    ) -> None:
+        self.options = options
+        self.capabilities = Capabilities(persistent=True, shared=True, suggested_depth=8)
+        self.transports = transports
+        client = f"{secrets.token_hex(8)}"
+
+        def make(name: str, address: Address) -> Peer:
+            return Peer(name, address, f"{client}-{name}"[:128], token, transports, tls, options)
+
+        self.members = Members(discovery(options), options, make)
+        self._flights = Flights(_AT_ONCE, "the pool tier")
+        self._threads = IoThreads(_CHECKSUM_THREADS, "cacheflow-pool-sum")
+        self._headers: dict[str, Headers] = {}
+        self._places: OrderedDict[ObjectKey, tuple[str, ...]] = OrderedDict()
+
+    @classmethod
+    async def open(cls, options: Mapping[str, object]) -> Self:
+        """See :class:`PoolOptions`. Stores that cannot be reached now are tried on.
+
+        Raises:
+            ConfigError: the stores refuse this client, or no transport works here.
+        """
+        parsed = PoolOptions.parse(cls.name, options)
+        token = await asyncio.to_thread(read_token, parsed)
+        tls = await asyncio.to_thread(tls_context, parsed)
+        backend = cls(parsed, await _open_transports(parsed.transports, tls), token, tls)
+        try:
+            await backend.members.open()
+        except BaseException:
+            await backend.aclose()
+            raise
+        return backend
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For a person: each store, its state and its transport."""
+        return [describe(peer) for peer in self.members.peers.values()]
+
+    # -- reading -------------------------------------------------------------------------------
+
+    async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
+        """Raises BackendError only if no store at all answers."""
+        self._flights.check_open()
+        if not keys:
+            return []
+        asked: dict[Peer, list[ChunkKey]] = {}
+        for key in dict.fromkeys(keys):
+            for peer in self.members.of(key.digest):
+                asked.setdefault(peer, []).append(key)
+        works = [partial(self._lookup_at, peer, chunks) for peer, chunks in asked.items()]
+        answers = [answer for answer in await self._flights.all(works) if answer is not None]
+        if not answers:
+            self._check_reachable("lookup")
+        found = {key: self._merged(key, answers) for key in keys}
+        return [found[key] for key in keys]
+
+    async def _lookup_at(
+        self, peer: Peer, chunks: Sequence[ChunkKey]
+    ) -> tuple[Peer, dict[ChunkKey, list[ChunkInfo]]] | None:
+        """What one store has; None if it does not answer."""
+        headers, found = self._headers_of(peer), {}
+        at = 0
+        while at < len(chunks):
+            batch = chunks[at : at + messages.BATCH]
+            digests = tuple(chunk.digest for chunk in batch)
+            request = messages.Lookup(chunks=digests, known=headers.known(batch))
+            try:
+                answer = await peer.ask(request, messages.LookupReply)
+            except BackendError as error:
+                _log.debug("store %s: lookup: %s", peer.name, error)
+                return None
+            if not 0 < len(answer.found) <= len(batch):
+                return None
+            decode = partial(_decode, headers, batch, answer.found)
+            new = sum(bool(header) for objects in answer.found for _, header in objects)
+            decoded = decode() if new <= _FEW else await asyncio.to_thread(decode)
+            for chunk, objects in zip(batch, decoded, strict=False):
+                headers.keep(chunk, objects)
+                found[chunk] = [info for _, info in objects]
+            at += len(answer.found)
+        return peer, found
+
+    def _headers_of(self, peer: Peer) -> Headers:
+        instance = peer.hello.instance if peer.hello is not None else b""
+        known = self._headers.get(peer.name)
+        if known is None or known.instance != instance:
+            known = self._headers[peer.name] = Headers(instance)
+        return known
+
+    def _merged(
+        self,
+        chunk: ChunkKey,
+        answers: Sequence[tuple[Peer, dict[ChunkKey, list[ChunkInfo]]]],
+    ) -> list[ChunkInfo]:
+        """Objects of a chunk, each once, and remembered who has exactly that one."""
+        infos: dict[ObjectKey, ChunkInfo] = {}
+        places: dict[ObjectKey, tuple[str, ...]] = {}
+        for peer, found in answers:
+            for info in found.get(chunk, ()):
+                known = infos.setdefault(info.key, info)
+                if known == info:
+                    places[info.key] = (*places.get(info.key, ()), peer.name)
+        for key, names in places.items():
+            self._places[key] = names
+            self._places.move_to_end(key)
+        while len(self._places) > _MOST_PLACES:
+            self._places.popitem(last=False)
+        return list(infos.values())
+
+    def _route(self, key: ObjectKey) -> list[Peer]:
+        """Stores that are up and may have the object."""
+        names = self._places.get(key)
+        if names is None:
+            return self.members.of(key.chunk.digest)
+        peers = (self.members.peers.get(name) for name in names)
+        return [peer for peer in peers if peer is not None and peer.is_up]
+
+    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+        self._flights.check_open()
+        check_reads(reads)
+        with ExitStack() as held:
+            guards = []
+            for read in reads:  # before the first await
+                guards.append(Guard((read.buffer,)))
+                held.callback(guards[-1].leave)
+            loading = Loading(reads, guards, self._route, self.options.transfer_seconds)
+            works = [(partial(loading.read, at), guards[at].leave) for at in range(len(reads))]
+            try:
+                async with aclosing(self._flights.each(works)) as results:
+                    async for result in results:
+                        yield result
+            finally:
+                await loading.aclose()
+
+    # -- writing -------------------------------------------------------------------------------
+
+    async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
+        """To all stores of each key that are up; one that takes it is enough."""
+        self._flights.check_open()
+        check_writes(writes)
+        with ExitStack() as held:
+            guards = []
+            for write in writes:
+                guards.append(Guard(write.parts))
+                held.callback(guards[-1].leave)
+            seconds = self.options.transfer_seconds
+            storing = Storing(writes, guards, self._homes, self._threads, seconds)
+            works = [(partial(storing.write, at), guards[at].leave) for at in range(len(writes))]
+            try:
+                async with aclosing(self._flights.each(works)) as results:
+                    ended = {id(r.request): r async for r in results}
+            finally:
+                await storing.aclose()
+            for write in writes:
+                self._places.pop(write.info.key, None)
+        return [ended[id(write)] for write in writes]
+
+    def _homes(self, key: ObjectKey) -> list[Peer]:
+        return self.members.of(key.chunk.digest)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """From every store: those that have left or joined may have old copies.
+
+        Raises:
+            BackendError: a store is not reachable, so nobody knows what it will have.
+        """
+        self._flights.check_open()
+        self._check_reachable("delete", all_of_them=True)
+        works = [partial(self._delete_at, peer, keys) for peer in self.members.up]
+        answers = await self._flights.all(works)
+        for key in keys:
+            self._places.pop(key, None)
+        return [any(deleted) for deleted in zip(*answers, strict=True)]
+
+    async def _delete_at(self, peer: Peer, keys: Sequence[ObjectKey]) -> list[bool]:
+        deleted: list[bool] = []
+        for at in range(0, len(keys), messages.BATCH):
+            names = tuple(format_name(key) for key in keys[at : at + messages.BATCH])
+            answer = await peer.ask(messages.Delete(names=names), messages.DeleteReply)
+            deleted += answer.deleted
+        return deleted
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    async def scan(self) -> AsyncIterator[ChunkInfo]:
+        """Raises BackendError at the end if a store could not be asked."""
+        self._flights.check_open()
+        seen: set[ObjectKey] = set()
+        for peer in self.members.up:
+            after = -1
+            while after:
+                [page] = await self._flights.all([partial(self._page, peer, max(after, 0))])
+                after, infos = page
+                for info in infos:
+                    if info.key not in seen:
+                        seen.add(info.key)
+                        yield info
+        self._check_reachable("scan", all_of_them=True)
+
+    async def _page(self, peer: Peer, after: int) -> tuple[int, list[ChunkInfo]]:
+        answer = await peer.ask(messages.Scan(after=after), messages.ScanReply)
+        return answer.after, await asyncio.to_thread(_valid, answer.headers)
+
+    async def used_bytes(self) -> int:
+        """Of all copies in all stores.
+
+        Raises:
+            BackendError: a store is not reachable.
+        """
+        self._flights.check_open()
+        self._check_reachable("used_bytes", all_of_them=True)
+        works = [partial(peer.ask, messages.Stat(), messages.StatReply) for peer in self.members.up]
+        return sum(answer.used_bytes for answer in await self._flights.all(works))
+
+    def register_memory(self, memory: Buffer) -> Callable[[], None]:
+        loans = [transport.register_memory(memory) for transport in self.transports.values()]
+
+        def end() -> None:
+            for loan in loans:
+                loan()
+
+        return end
+
+    async def aclose(self) -> None:
+        await self._flights.aclose()
+        await self.members.aclose()
+        for transport in self.transports.values():
+            await transport.aclose()
+        await self._threads.aclose(_CLOSE_SECONDS)
+
+    def _check_reachable(self, operation: str, *, all_of_them: bool = False) -> None:
+        """Raises BackendError if no store is up, or not every one."""
+        missing = self.members.missing
+        if self.members.up and not (all_of_them and missing):
+            return
+        what = ", ".join(missing) or "none is known"
+        raise BackendError(
+            f"stores that cannot be reached: {what}",
+            operation=operation,
+            context=self.name,
+            is_temporary=True,
+        )
+
+
+async def _open_transports(names: Sequence[str], tls: SSLContext | None) -> dict[str, Transport]:
+    transports: dict[str, Transport] = {}
+    problems = []
+    for name in names:
+        try:
+            kind = cast("TransportKind", await asyncio.to_thread(load_transport, name))
+            transports[name] = await kind.open_transport(tls)
+        except ConfigError as error:
+            problems.append(f"{name}: {error}")
+            _log.info("pool: transport %s is left out: %s", name, error)
+    if not transports:
+        raise ConfigError(
+            f"storage backend 'pool', option 'transports': none works here ({'; '.join(problems)})"
+        )
+    return transports
+
+
+def _decode(
+    headers: Headers,
+    chunks: Sequence[ChunkKey],
+    found: Sequence[Sequence[tuple[int, bytes]]],
+) -> list[list[tuple[int, ChunkInfo]]]:
+    pairs = zip(chunks, found, strict=False)
+    return [headers.decode(chunk, objects) for chunk, objects in pairs]
+
+
+def _valid(headers: Sequence[bytes]) -> list[ChunkInfo]:
+    infos = []
+    for header in headers:
+        try:
+            infos.append(decode_header(header))
+        except IntegrityError as error:
+            _log.warning("an object is ignored: %s", error)
+    return infos

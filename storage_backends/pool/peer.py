@@ -1,0 +1,245 @@
+"""One store as a client sees it: a connection that is kept, and whether it is fit to be asked.
+
+UP: asked. SUSPECT: something went wrong or came too late; it is asked nothing but how it is, until
+it answers. DOWN: there is no connection; one is tried again and again, ever more seldom. Nobody
+waits for a store that is not UP. A new connection is a new HELLO and a new link, so a store that
+was restarted is as good as new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from cacheflow.errors import BackendError
+from cacheflow.pool import messages
+from cacheflow.storage_backends.pool.channel import Channel, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from ssl import SSLContext
+
+    from cacheflow.pool import Link, Transport
+    from cacheflow.storage_backends.pool.settings import Address, PoolOptions
+
+__all__ = ["Peer", "PeerState"]
+
+R = TypeVar("R", bound="messages.Message")
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 5.0
+"""Seconds between two attempts to connect."""
+_BATCH: Final = 256
+
+
+class PeerState(StrEnum):
+    """Whether a store is asked."""
+
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+
+
+class Peer:
+    """The store called ``name``. :meth:`start` begins, :meth:`aclose` must follow."""
+
+    def __init__(
+        self,
+        name: str,
+        address: Address,
+        client: str,
+        token: bytes,
+        transports: Mapping[str, Transport],
+        tls: SSLContext | None,
+        options: PoolOptions,
+    ) -> None:
+        self.name = name
+        self.state = PeerState.DOWN
+        self.hello: messages.HelloReply | None = None
+        """What the store said of itself last."""
+        self.refused: Refused | None = None
+        """Why it does not take us."""
+        self.link: Link | None = None
+        self.tried = asyncio.Event()
+        """Set once it has been tried to connect."""
+        self._address = address
+        self._client = client
+        self._token = token
+        self._transports = transports
+        self._tls = tls
+        self._options = options
+        self._channel: Channel | None = None
+        self._doubted = asyncio.Event()
+        self._is_link_bad = False
+        self._releases: list[int] = []
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it may be asked."""
+        return self.state is PeerState.UP
+
+    def start(self) -> None:
+        """Connect, and stay connected."""
+        self._task = asyncio.create_task(self._run())
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        await self._lose("closed")
+
+    async def ask(
+        self, request: messages.Message, reply: type[R], late: Callable[[R], None] | None = None
+    ) -> R:
+        """An answer of the store; see :meth:`Channel.ask`.
+
+        Raises:
+            BackendError: it is not UP, does not answer in time (then it is SUSPECT), or refuses.
+        """
+        channel = self._channel
+        if channel is None or not self.is_up:
+            raise BackendError(
+                f"the store is {self.state}", operation="ask", context=self.name, is_temporary=True
+            )
+        try:
+            return await channel.ask(request, reply, self._options.request_seconds, late)
+        except Refused:
+            raise
+        except BackendError:
+            self._suspect(channel)
+            raise
+
+    def suspect_link(self, link: Link) -> None:
+        """A transfer over ``link`` failed: it is made anew, if the store answers at all."""
+        if self.link is link and self._channel is not None:
+            self._is_link_bad = True
+            self._suspect(self._channel)
+
+    def release(self, generation: int) -> None:
+        """One lease is not needed any more. Said soon, with others."""
+        if not self._releases:
+            asyncio.get_running_loop().call_soon(self._send_releases, self._channel)
+        self._releases.append(generation)
+
+    def abort(self, generations: list[int]) -> None:
+        """These slots will not be filled."""
+        if self._channel is not None and generations:
+            self._channel.tell(messages.Abort(generations=tuple(generations)))
+
+    def _send_releases(self, channel: Channel | None) -> None:
+        releases, self._releases = self._releases, []
+        if channel is None or channel is not self._channel:
+            return  # leases ended with the connection they were given on
+        for at in range(0, len(releases), _BATCH):
+            channel.tell(messages.Release(generations=tuple(releases[at : at + _BATCH])))
+
+    # -- the connection ------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                await self._connect()
+            except (BackendError, OSError, TimeoutError) as error:
+                self._not_connected(error)
+                await self._lose(str(error))
+            else:
+                pause = _FIRST_PAUSE
+                await self._stay()
+                continue
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _connect(self) -> None:
+        options = self._options
+        async with asyncio.timeout(options.connect_seconds):
+            channel = await Channel.connect(self.name, self._address, self._tls)
+        self._channel = channel
+        offers = tuple((name, each.hello()) for name, each in self._transports.items())
+        hello = messages.Hello(client=self._client, token=self._token, offers=offers)
+        answer = await channel.ask(hello, messages.HelloReply, options.connect_seconds)
+        transport = self._transports.get(answer.transport)
+        if transport is None:
+            reason = f"it chose transport {answer.transport}, which was not offered"
+            raise BackendError(reason, operation="hello", context=self.name)
+        async with asyncio.timeout(options.connect_seconds):
+            self.link = await transport.connect(self.name, self._address[0], answer.answer)
+        self.hello, self.refused = answer, None
+        self._doubted.clear()
+        self._is_link_bad = False
+        self._become(PeerState.UP)
+        self.tried.set()
+        _log.info("store %s: up, transport %s", self.name, answer.transport)
+
+    def _not_connected(self, error: Exception) -> None:
+        is_news = not self.tried.is_set() or self.state is not PeerState.DOWN
+        self.refused = error if isinstance(error, Refused) else None
+        reason = str(error) or type(error).__name__
+        _log.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "store %s: cannot be reached: %s",
+            self.name,
+            reason,
+        )
+        self.tried.set()
+
+    async def _stay(self) -> None:
+        """Until the connection is over; what is suspected is looked into."""
+        channel = self._channel
+        assert channel is not None
+        while True:
+            doubted = asyncio.create_task(self._doubted.wait())
+            ways: list[asyncio.Future[Any]] = [doubted, channel.ended]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                doubted.cancel()
+            if channel.ended.done() or self._is_link_bad or not await self._answers(channel):
+                await self._lose("it does not answer any more")
+                return
+            self._doubted.clear()
+            self._become(PeerState.UP)
+
+    async def _answers(self, channel: Channel) -> bool:
+        try:
+            await channel.ask(messages.Stat(), messages.StatReply, self._options.request_seconds)
+        except BackendError:
+            return False
+        return True
+
+    def _suspect(self, channel: Channel) -> None:
+        if channel is self._channel and self.is_up:
+            self._become(PeerState.SUSPECT)
+            self._doubted.set()
+
+    async def _lose(self, reason: str) -> None:
+        channel, self._channel = self._channel, None
+        link, self.link = self.link, None
+        if self.state is not PeerState.DOWN:
+            _log.warning("store %s: down: %s", self.name, reason)
+            self._become(PeerState.DOWN)
+        if link is not None:
+            link.close()
+        if channel is not None:
+            with suppress(BackendError):
+                await channel.aclose()
+
+    def _become(self, state: PeerState) -> None:
+        self.state = state
+
+
+def describe(peer: Peer) -> dict[str, Any]:
+    """For a person: what is known of a store."""
+    hello = peer.hello
+    return {
+        "store": peer.name,
+        "state": peer.state.value,
+        "transport": hello.transport if hello is not None else "",
+        "arena_bytes": hello.arena_bytes if hello is not None else 0,
+    }

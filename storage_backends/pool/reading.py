@@ -1,0 +1,175 @@
+"""One load: leases first, then the bytes, then whether they can be believed.
+
+All reads of a batch that go to one store are leased by one request. A lease is given back when its
+transfer can touch nothing any more. A read that took nearly as long as its lease is believed only
+if the store still has the same generation in that slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from cacheflow.errors import BackendError
+from cacheflow.kv import format_name
+from cacheflow.pool import Piece, messages
+from cacheflow.types import Buffer, TransferResult, TransferStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cacheflow.storage_backends.pool.guard import Guard
+    from cacheflow.storage_backends.pool.peer import Peer
+    from cacheflow.types import ObjectKey, Read
+
+__all__ = ["Loading"]
+
+_BELIEVED: Final = 0.9
+"""Share of a lease after which the store is asked whether it still holds."""
+
+
+class _Place(NamedTuple):
+    """A leased slot; ``asked``: when the lease had not begun yet, on our clock."""
+
+    offset: int
+    nbytes: int
+    generation: int
+    asked: float
+
+
+class Loading:
+    """``reads`` with their guards; ``route`` says which stores may have an object, best first."""
+
+    def __init__(
+        self,
+        reads: Sequence[Read],
+        guards: Sequence[Guard],
+        route: Callable[[ObjectKey], list[Peer]],
+        transfer_seconds: float,
+    ) -> None:
+        self._reads = reads
+        self._guards = guards
+        self._seconds = transfer_seconds
+        self._start = time.monotonic()
+        self._routes = [route(read.key) for read in reads]
+        self._groups: dict[Peer, list[int]] = {}
+        for at, peers in enumerate(self._routes):
+            if peers:
+                self._groups.setdefault(peers[0], []).append(at)
+        self._leasing: dict[Peer, asyncio.Task[dict[int, _Place]]] = {}
+
+    async def read(self, at: int) -> TransferResult:
+        """The result of one read; an object that no store delivers is MISSING."""
+        read = self._reads[at]
+        error: BackendError | None = None
+        for peer in self._routes[at]:
+            try:
+                place = await self._place(peer, at)
+                if place is None:
+                    continue
+                return await self._read(peer, at, place)
+            except BackendError as failure:
+                error = failure
+            if self._guards[at].in_use:  # what failed may still write there
+                return self._result(read, TransferStatus.LATE, 0, error)
+        if not self._routes[at]:
+            reason = "no store that should have it is up"
+            error = BackendError(reason, operation="load", context="pool", is_temporary=True)
+        return self._result(read, TransferStatus.MISSING, 0, error)
+
+    async def aclose(self) -> None:
+        """Nobody wants leases any more that were not given yet."""
+        tasks = list(self._leasing.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _read(self, peer: Peer, at: int, place: _Place) -> TransferResult:
+        read, [buffer] = self._reads[at], self._guards[at].buffers
+        nbytes = max(0, min(buffer.nbytes, place.nbytes - read.offset))
+        if nbytes:
+            piece = Piece(place.offset + read.offset, place.generation, _first(buffer, nbytes))
+            await self._transfer(peer, piece)
+            await self._check_lease(peer, read, place)
+        is_whole = nbytes == buffer.nbytes
+        return self._result(read, TransferStatus.OK if is_whole else TransferStatus.SHORT, nbytes)
+
+    async def _transfer(self, peer: Peer, piece: Piece) -> None:
+        link = peer.link
+        if link is None:
+            raise BackendError("the store is down", operation="load", context=peer.name)
+        try:
+            await link.read([piece], deadline=self._seconds)
+        except BackendError:
+            peer.suspect_link(link)
+            raise
+
+    async def _check_lease(self, peer: Peer, read: Read, place: _Place) -> None:
+        """Raises BackendError if the slot may have been used again while it was being read."""
+        hello = peer.hello
+        lease = hello.lease_ms / 1000 if hello is not None else 0.0
+        if time.monotonic() - place.asked < _BELIEVED * lease:
+            return
+        request = messages.Lease(names=(format_name(read.key),))
+        answer = await peer.ask(request, messages.LeaseReply, partial(_give_back, peer))
+        _give_back(peer, answer)
+        if [slot[2] for slot in answer.slots if slot] != [place.generation]:
+            reason = "its lease ended before the read did"
+            raise BackendError(reason, operation="load", context=peer.name, is_temporary=True)
+
+    # -- leases --------------------------------------------------------------------------------
+
+    async def _place(self, peer: Peer, at: int) -> _Place | None:
+        group = self._groups.get(peer, ())
+        if at not in group:  # another store than the first one failed: one by one
+            return (await self._lease(peer, [at])).get(at)
+        task = self._leasing.get(peer)
+        if task is None:
+            task = self._leasing[peer] = asyncio.create_task(self._lease(peer, list(group)))
+            task.add_done_callback(_heard)
+        return (await asyncio.shield(task)).get(at)
+
+    async def _lease(self, peer: Peer, group: list[int]) -> dict[int, _Place]:
+        places: dict[int, _Place] = {}
+        for first in range(0, len(group), messages.BATCH):
+            batch = group[first : first + messages.BATCH]
+            names = tuple(format_name(self._reads[at].key) for at in batch)
+            asked = time.monotonic()
+            answer = await peer.ask(
+                messages.Lease(names=names), messages.LeaseReply, partial(_give_back, peer)
+            )
+            for at, slot in zip(batch, answer.slots, strict=False):
+                if slot is not None:
+                    places[at] = _Place(*slot, asked)
+                    self._guards[at].when_idle(partial(peer.release, slot[2]))
+        return places
+
+    def _result(
+        self,
+        read: Read,
+        status: TransferStatus,
+        nbytes: int,
+        error: BackendError | None = None,
+    ) -> TransferResult:
+        return TransferResult(read, status, nbytes, time.monotonic() - self._start, error)
+
+
+def _give_back(peer: Peer, answer: messages.LeaseReply) -> None:
+    for slot in answer.slots:
+        if slot is not None:
+            peer.release(slot[2])
+
+
+def _first(buffer: Buffer, nbytes: int) -> Buffer:
+    if nbytes == buffer.nbytes:
+        return buffer
+    view = None if buffer.view is None else buffer.view[:nbytes]
+    return Buffer(buffer.address, nbytes, buffer.kind, view, buffer.hold)
+
+
+def _heard(task: asyncio.Task[dict[int, _Place]]) -> None:
+    if not task.cancelled():
+        task.exception()  # every read of the group hears of it

@@ -1,0 +1,196 @@
+"""The store's half of the tcp transport: a listening socket, and a thread for each lane.
+
+A lane's thread asks :class:`cacheflow.pool.Access` before it touches the arena and holds the slot
+as long as it does, so that a lease which ends meanwhile, or a client that hangs, never lets other
+bytes into what is being sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Self
+
+from cacheflow.errors import ConfigError, IntegrityError
+from cacheflow.storage_backends.pool import lane
+from cacheflow.storage_backends.pool.lane import Operation, Status
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from cacheflow.pool import Access
+    from cacheflow.types import Buffer
+
+__all__ = ["ANSWER", "TcpTarget"]
+
+ANSWER: Final = struct.Struct(f">H{lane.SECRET_BYTES}s")
+"""The port, and what a lane of this client has to say first."""
+
+_log = logging.getLogger(__name__)
+_GREETING_SECONDS: Final = 5.0
+_SEND_SECONDS: Final = 30.0
+"""A client that takes nothing for so long is cut off."""
+_CLOSE_SECONDS: Final = 2.0
+_MOST_LANES: Final = 2048
+
+
+class TcpTarget:
+    """Over ``arena``; made by :meth:`listening`."""
+
+    name = "tcp"
+
+    def __init__(
+        self, listener: socket.socket, arena: Buffer, access: Access, tls: SSLContext | None
+    ) -> None:
+        assert arena.view is not None
+        self.port: int = listener.getsockname()[1]
+        self._listener = listener
+        self._view = arena.view
+        self._access = access
+        self._tls = tls
+        self._lock = threading.Lock()
+        """Guards the two mappings: lanes come and go on threads of their own."""
+        self._clients: dict[bytes, str] = {}
+        self._lanes: dict[socket.socket, str] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closing = threading.Event()
+        threading.Thread(target=self._accept, name="cacheflow-pool-accept", daemon=True).start()
+
+    @classmethod
+    async def listening(
+        cls, arena: Buffer, access: Access, host: str, port: int, tls: SSLContext | None
+    ) -> Self:
+        """Raises ConfigError if the address cannot be used."""
+        try:
+            listener = await asyncio.to_thread(_listen, host, port)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"tcp transport: cannot listen at {host}:{port}: {reason}") from error
+        return cls(listener, arena, access, tls)
+
+    async def admit(self, client: str, hello: bytes) -> bytes:
+        secret = secrets.token_bytes(lane.SECRET_BYTES)
+        with self._lock:
+            self._clients[secret] = client
+        return ANSWER.pack(self.port, secret)
+
+    async def dismiss(self, client: str) -> None:
+        """Its lanes are cut; what one is touching in this moment is held until it is not."""
+        with self._lock:
+            for secret in [s for s, name in self._clients.items() if name == client]:
+                del self._clients[secret]
+            lanes = [connection for connection, name in self._lanes.items() if name == client]
+        for connection in lanes:
+            _cut(connection)
+
+    def busy(self, leases: int) -> None:
+        """The kernel makes progress by itself."""
+
+    async def aclose(self) -> None:
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        _cut(self._listener)
+        self._listener.close()
+        with self._lock:
+            lanes, threads = list(self._lanes), list(self._threads)
+        for connection in lanes:
+            _cut(connection)
+        await asyncio.to_thread(_join, threads, _CLOSE_SECONDS)
+
+    # -- on threads ----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing.wait(0.1):  # out of descriptors, say: not in a tight circle
+                    _log.warning("tcp transport: %s", error)
+                continue
+            if len(self._threads) >= _MOST_LANES:
+                connection.close()
+                continue
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="cacheflow-pool-lane", daemon=True
+            )
+            self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection = self._greeted(connection)
+            while True:
+                self._one(connection, *lane.read_request(connection))
+        except (OSError, IntegrityError) as error:
+            if isinstance(error, IntegrityError):
+                _log.warning("tcp transport: a lane is cut: %s", error)
+        finally:
+            with self._lock:
+                self._lanes.pop(connection, None)
+            connection.close()
+            self._threads.discard(threading.current_thread())
+
+    def _greeted(self, connection: socket.socket) -> socket.socket:
+        """The lane, once its client has said whose it is."""
+        connection.settimeout(_GREETING_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            connection = self._tls.wrap_socket(connection, server_side=True)
+        lane.prepare(connection, _GREETING_SECONDS)
+        secret = lane.read_greeting(connection)
+        lane.prepare(connection, 0)
+        with self._lock:
+            client = self._clients.get(secret)
+            if client is None or self._closing.is_set():
+                raise IntegrityError("it does not say whose it is")
+            self._lanes[connection] = client
+        return connection
+
+    def _one(
+        self,
+        connection: socket.socket,
+        operation: Operation,
+        generation: int,
+        offset: int,
+        nbytes: int,
+    ) -> None:
+        client, is_write = self._lanes[connection], operation is Operation.WRITE
+        hold = self._access.enter(client, generation, offset, nbytes, writing=is_write)
+        if hold is None:
+            lane.send(connection, lane.pack_reply(Status.DENIED, 0))
+            if is_write:
+                raise IntegrityError("a write to what is not its slot")
+            return
+        try:
+            view = self._view[offset : offset + nbytes]
+            if is_write:
+                lane.receive(connection, view)
+            else:
+                lane.send(connection, lane.pack_reply(Status.OK, nbytes))
+                lane.send(connection, view)
+        finally:
+            hold.release()
+        if is_write:
+            lane.send(connection, lane.pack_reply(Status.OK, nbytes))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=256)
+
+
+def _cut(connection: socket.socket) -> None:
+    """Whoever is blocked in a call on it comes back."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _join(threads: list[threading.Thread], seconds: float) -> None:
+    for thread in threads:
+        thread.join(seconds / len(threads))
