@@ -12,6 +12,8 @@ from cacheflow.storage_backends.nixl.target import NixlTarget
 from cacheflow.storage_backends.nixl.transport import NixlTransport
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from cacheflow.pool import Access
     from cacheflow.types import Buffer
 
@@ -21,11 +23,13 @@ __all__ = ["NIXL", "NixlTarget", "NixlTransport"]
 class _Nixl:
     """A :class:`cacheflow.pool.TransportKind`."""
 
-    async def open_transport(self) -> NixlTransport:
+    async def open_transport(self, tls: SSLContext | None) -> NixlTransport:
         return await NixlTransport.open()
 
-    async def open_target(self, arena: Buffer, access: Access, host: str, port: int) -> NixlTarget:
-        """``access``, ``host`` and ``port`` are of no use: UCX listens where it likes
+    async def open_target(
+        self, arena: Buffer, access: Access, host: str, port: int, tls: SSLContext | None
+    ) -> NixlTarget:
+        """``access``, ``host``, ``port`` and ``tls`` are of no use: UCX listens where it likes
         (``UCX_NET_DEVICES``), and hardware asks nobody."""
         return await NixlTarget.open(arena)
 
