@@ -33,17 +33,30 @@ __all__ = ["PrometheusObserver"]
 
 _ONE_WAY: Final = ("load", "recompute")
 """Policies that never use both ways: theirs is no fall-back."""
+_KINDS: Final = {
+    "resident": "resident",
+    "shared": "resident",
+    "suffix": "computed",
+    "recompute": "computed",
+}
+"""Where a tenant's tokens came from, if not from a tier."""
 
 
 class PrometheusObserver:
-    """An observer that counts. Several in one process never clash: each owns its ``registry``."""
+    """An observer that counts. Several in one process never clash: each owns its ``registry``.
 
-    def __init__(self) -> None:
+    ``max_tenants``: so many, first come, have a label of their own; the others are ``other``.
+    """
+
+    def __init__(self, *, max_tenants: int = 20) -> None:
         self.registry = CollectorRegistry()
         self.series = Series(self.registry)
         self._busy_until: dict[tuple[str, str], float] = {}
         self._managed: set[str] = set()
         """Tiers that say themselves what they do not take."""
+        self._max_tenants = max_tenants
+        self._tenants: dict[str, str] = {"": "default"}
+        """Label of every tenant that has one."""
 
     def __call__(self, event: Event) -> None:
         series = self.series
@@ -123,6 +136,17 @@ class PrometheusObserver:
         series.ttft.labels(event.policy, event.outcome).observe(event.at - event.arrival)
         for source, cells in event.cells.items():
             series.prompt_tokens.labels(source).inc(cells / event.num_layers)
+        tenant = self._tenant(event.tenant)
+        series.tenant_ttft.labels(tenant).observe(event.at - event.arrival)
+        for source, cells in event.cells.items():
+            kind = _KINDS.get(source, "loaded")
+            series.tenant_tokens.labels(tenant, kind).inc(cells / event.num_layers)
+
+    def _tenant(self, name: str) -> str:
+        """The label of a tenant; there are never more than were agreed on."""
+        if name not in self._tenants and len(self._tenants) <= self._max_tenants:
+            self._tenants[name] = name
+        return self._tenants.get(name, "other")
 
     def _moved(self, tier: str, direction: str, start: float, stop: float) -> None:
         """Count the part of ``[start, stop]`` that was not counted yet as busy."""

@@ -48,6 +48,16 @@ class Series:
             "recompute or a tier (token-layers divided by layers).",
             "source",
         )
+        self.tenant_ttft = self._histogram(
+            "tenant_ttft_seconds", "Arrival of a tenant's request to its first token.", "tenant"
+        )
+        self.tenant_tokens = self._counter(
+            "tenant_prompt_tokens",
+            "Prompt tokens of a tenant's answered requests, by where their KV came from: resident, "
+            "loaded, or computed.",
+            "tenant",
+            "source",
+        )
         self.restore_tokens = self._counter(
             "restore_tokens",
             "Prefix tokens made ready, by who made them (token-layers divided by layers).",

@@ -14,7 +14,11 @@ __all__ = ["first_token"]
 
 
 def first_token(
-    request: RestoreRequest, restoration: Restoration, layout: KVLayout, at: float
+    request: RestoreRequest,
+    restoration: Restoration,
+    layout: KVLayout,
+    at: float,
+    tenant: str = "",
 ) -> FirstToken:
     """The event of a first token at ``at``. Its cells add up to the prompt times the layers."""
     layers, total = layout.num_layers, len(request.tokens)
@@ -37,6 +41,7 @@ def first_token(
         cached_tokens=request.resident or restoration.stored_tokens,
         num_layers=layers,
         cells={source: count for source, count in cells.items() if count},
+        tenant=tenant,
     )
 
 

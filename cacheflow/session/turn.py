@@ -101,7 +101,7 @@ class Turn:
         now = self._flow.clock.now()
         self._report.ttft_seconds = now - self._ask.arrival
         layout = self._flow.engine.layout
-        self._flow.restorer.emit(first_token(asked, restoration, layout, now))
+        self._flow.restorer.emit(first_token(asked, restoration, layout, now, self._tenant.name))
         self._promote(asked, restoration)
         return token
 

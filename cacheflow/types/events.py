@@ -151,6 +151,7 @@ class FirstToken:
     """Resident or stored somewhere."""
     num_layers: int
     cells: Mapping[str, int]
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from overview import overview
+from tenants import tenants
 from tiers import tiers
 from utilisation import utilisation
 from vllm_beside import vllm_beside
@@ -18,6 +19,7 @@ BOARDS = {
     "overview": overview,
     "utilisation": utilisation,
     "tiers": tiers,
+    "tenants": tenants,
     "vllm": vllm_beside,
 }
 FOLDER = Path(__file__).parent.parent / "grafana"

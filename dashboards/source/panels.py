@@ -22,17 +22,20 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["INSTANCE", "TIER", "board", "heat", "number", "rates", "share"]
+__all__ = ["INSTANCE", "TENANT", "TIER", "board", "heat", "number", "rates", "share"]
 
 INSTANCE: Final = 'instance=~"$instance"'
 TIER: Final = 'instance=~"$instance", tier=~"$tier"'
+TENANT: Final = 'instance=~"$instance", tenant=~"$tenant"'
 _SOURCE: Final = DataSourceRef(type_val="prometheus", uid="$datasource")
 
 _Panel = TypeVar("_Panel", timeseries.Panel, stat.Panel, heatmap.Panel)
 
 
-def board(uid: str, title: str, text: str, *, tiers: bool = False) -> dash.Dashboard:
-    """A dashboard with the variables datasource, model, instance and, if asked for, tier."""
+def board(
+    uid: str, title: str, text: str, *, tiers: bool = False, tenants: bool = False
+) -> dash.Dashboard:
+    """A dashboard with the variables datasource, model, instance and, if wanted, tier, tenant."""
     made = (
         dash.Dashboard(title)
         .uid(uid)
@@ -53,6 +56,9 @@ def board(uid: str, title: str, text: str, *, tiers: bool = False) -> dash.Dashb
     if tiers:
         query = 'label_values(cacheflow_lookup_chunks_total{instance=~"$instance"}, tier)'
         made = made.with_variable(_variable("tier", query))
+    if tenants:
+        query = 'label_values(cacheflow_tenant_ttft_seconds_count{instance=~"$instance"}, tenant)'
+        made = made.with_variable(_variable("tenant", query))
     return made
 
 

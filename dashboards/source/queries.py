@@ -35,7 +35,7 @@ def queries(folder: Path, *, window: str = "1m") -> Iterator[Query]:
         for panel in board["panels"]:
             for target in panel["targets"]:
                 expr = target["expr"].replace("$__rate_interval", window)
-                for name in ("instance", "tier", "model"):
+                for name in ("instance", "tier", "tenant", "model"):
                     expr = expr.replace(f"${name}", ".*")
                 yield Query(
                     board=board["title"],

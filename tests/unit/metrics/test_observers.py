@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import bench_scrape
 import pytest
 
 from cacheflow.metrics import PrometheusObserver, Timeline, together
 from cacheflow.types import (
+    FirstToken,
     LayersComputed,
     LoadEnded,
     LoadOutcome,
@@ -118,3 +120,27 @@ def test_one_that_fails_does_not_stop_the_others(caplog: pytest.LogCaptureFixtur
     together(failing, seen.append)(EVENTS[0])
     assert seen == EVENTS[:1]
     assert "an observer failed on LookedUp" in caplog.text
+
+
+def test_tenants_have_a_bounded_number_of_labels() -> None:
+    """The first ones have their own, the others are summed, and tokens are by how they came."""
+    observer = PrometheusObserver(max_tenants=2)
+    cells = {"resident": 2, "suffix": 4, "recompute": 6, "disk": 8, "other-disk": 10}
+    for tenant in ("", "a", "b", "c", "d", "a"):
+        observer(FirstToken("r", "adaptive", "hit", 1.0, 3.0, 15, 9, 2, cells, tenant))
+    value = observer.registry.get_sample_value
+    counts = {
+        name: value("cacheflow_tenant_ttft_seconds_count", {"tenant": name})
+        for name in ("default", "a", "b", "c", "other")
+    }
+    assert counts == {"default": 1, "a": 2, "b": 1, "c": None, "other": 2}
+    for source, tokens in {"resident": 2, "loaded": 18, "computed": 10}.items():
+        labels = {"tenant": "a", "source": source}
+        assert value("cacheflow_tenant_prompt_tokens_total", labels) == tokens
+
+
+def test_a_scrape_of_many_tiers_and_tenants_is_bounded() -> None:
+    """Fifty tiers and forty tenants, twenty of them with labels: under two megabytes."""
+    found = bench_scrape.measure(rounds=1)
+    assert found["samples"] > 50 * 100
+    assert found["bytes"] < bench_scrape.LIMITS["bytes"]
