@@ -35,7 +35,7 @@ class Play:
         self, session: Session, prompt: Sequence[int], new: int = 3, **options: Any
     ) -> Generation:
         """One turn; its tokens are those of a cold run."""
-        report = options.setdefault("report", Generation())
+        report: Generation = options.setdefault("report", Generation())
         made = [t async for t in session.generate(prompt, max_new_tokens=new, **options)]
         assert made == cold(prompt, new)
         assert report.finish_reason == "length"

@@ -131,7 +131,7 @@ async def test_each_chunk_comes_from_whichever_tier_has_it(opened: Opened, tmp_p
     """Tiers with holes complete each other, and one that fails is done without."""
 
     class Failing(MemoryBackend):
-        async def lookup(self, keys: object) -> list:  # type: ignore[type-arg, override]
+        async def lookup(self, keys: object) -> list:  # type: ignore[type-arg]
             raise OSError("gone")
 
     tiers = {"a": MemoryBackend(), "bad": Failing(), "b": MemoryBackend()}
