@@ -51,8 +51,8 @@ def of_a_tier(tier: str) -> Iterator[Event]:
     yield LookedUp("r", tier, 4, 3, 0.0, 0.1)
     for outcome in LoadOutcome:
         yield LoadEnded("r", tier, 0, Span(0, 1), 2, 10, 0.0, 0.1, outcome)
-    for outcome in ("ok", "failed", "late"):
-        yield StoreEnded(tier, 1, 10, 0.0, 0.1, outcome)
+    for ended in ("ok", "failed", "late"):
+        yield StoreEnded(tier, 1, 10, 0.0, 0.1, ended)
     for reason in ("full", "leased", "quota", "late"):
         yield StoreDropped(tier, reason, 1, 10, 0.0)
     for reason in ("capacity", "quota", "full", "ttl", "pin", "corrupt", "deleted", "vanished"):
@@ -91,12 +91,13 @@ def measure(rounds: int) -> dict[str, float]:
     for number in range(2 * TENANTS):  # more than have a label of their own
         for event in of_a_request(f"tier-{number}", f"tenant-{number}"):
             observer(event)
-    scrapes, requests, text = [], [], b""
+    scrapes, cpu, requests, text = [], [], [], b""
     events = of_a_request("tier-0", "tenant-0")
     for _ in range(rounds):
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.thread_time()
         text = generate_latest(observer.registry)
         scrapes.append(time.perf_counter() - start)
+        cpu.append(time.thread_time() - used)
         start = time.perf_counter()
         for event in events:
             observer(event)
@@ -105,6 +106,7 @@ def measure(rounds: int) -> dict[str, float]:
         "tiers": TIERS,
         "tenants": TENANTS,
         "scrape_ms": statistics.median(scrapes) * 1e3,
+        "scrape_cpu_ms": statistics.median(cpu) * 1e3,
         "bytes": len(text),
         "samples": sum(1 for line in text.splitlines() if not line.startswith(b"#")),
         "events": len(events),
