@@ -67,10 +67,6 @@ class Service:
             )
         user = body.safety_identifier or body.user or ""
         parts = [tenant, body.cache_salt or "", user if self.settings.user_is_tenant else ""]
-        if any(parts):  # until sessions take a tenant, nobody may believe to be kept apart
-            raise ApiError(
-                400, "cache_salt and tenants are not there yet", code="unsupported_value"
-            )
         return Scope(json.dumps(parts) if any(parts) else "", user, body.prompt_cache_key)
 
     def room_for(self, prompt: list[int], wanted: int | None, param: str) -> int:

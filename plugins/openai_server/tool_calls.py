@@ -81,8 +81,8 @@ class CallFinder:
         if tag:
             self._inside = True
             self._held = self._held[len(before) :]
-            if before.strip():  # white space in front of a call is nobody's text
-                pieces.append(before)
+            if text := before.rstrip():  # templates put white space in front of calls themselves
+                pieces.append(text)
             return True
         keep = _possible_tag(self._held)
         if certain := self._held[: len(self._held) - keep]:
@@ -97,7 +97,7 @@ class CallFinder:
         found = _parse(inner)
         self.calls += len(found)
         pieces += found or [OPENING + inner + CLOSING]
-        self._inside, self._held = False, rest if rest.strip() else ""
+        self._inside, self._held = False, rest
         return True
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +21,7 @@ from cacheflow.settings import Settings
 from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
@@ -73,6 +76,37 @@ def save_chat_model(folder: Path) -> Path:
     return folder
 
 
+class ScriptedEngine(TransformersEngine):
+    """The real engine, KV and all, that says what it is told to: a random model calls no tools."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.answers: deque[str] = deque()
+        """What is said next, one a turn; the model's own words when there are no more."""
+        self.spell_out = False
+        """Say it letter by letter, as no tokenizer would cut it."""
+        self._saying: dict[str, Iterator[int]] = {}
+
+    async def first_token(self, request_id: str) -> int:
+        token = await super().first_token(request_id)
+        self._saying.pop(request_id, None)
+        if self.answers:
+            self._saying[request_id] = iter(self._tokens_of(self.answers.popleft()))
+        return self._instead(request_id, token)
+
+    async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
+        made = await super().decode(request_ids, tokens)
+        return [self._instead(name, token) for name, token in zip(request_ids, made, strict=True)]
+
+    def _tokens_of(self, text: str) -> list[int]:
+        assert self.chat is not None
+        parts = list(text) if self.spell_out else [text]
+        return [*(t for part in parts for t in self.chat.encode(part)), *self.chat.stop_tokens]
+
+    def _instead(self, request_id: str, token: int) -> int:
+        return next(self._saying.get(request_id, iter(())), token)
+
+
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its folder; not to be changed."""
@@ -83,11 +117,13 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(
     chat_model: Path, tmp_path: Path
 ) -> Callable[..., AbstractAsyncContextManager[Service]]:
-    """``async with serving(max_running=1) as service``: a service over the tiny model."""
+    """``async with serving("an answer", max_running=1) as service``: over the tiny model."""
 
     @asynccontextmanager
-    async def opened(kv_bytes: int = 64 << 20, **options: Any) -> AsyncIterator[Service]:
-        engine = await TransformersEngine.open_model(
+    async def opened(
+        *answers: str, kv_bytes: int = 64 << 20, **options: Any
+    ) -> AsyncIterator[Service]:
+        engine = await ScriptedEngine.open_model(
             chat_model,
             dtype="float32",
             device="cpu",
@@ -95,6 +131,7 @@ def serving(
             chunk_tokens=CHUNK,
             kv_bytes=kv_bytes,
         )
+        engine.answers.extend(answers)
         tier = {"name": "disk", "backend": "nvme", "options": {"path": str(tmp_path / "kv")}}
         settings = Settings(tiers=(tier,), staging_bytes=1 << 24)
         try:
@@ -106,6 +143,15 @@ def serving(
             await engine.aclose()
 
     return opened
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Let the loop run until ``true()``, half a minute at most."""
+    async with asyncio.timeout(30):
+        for _ in itertools.count():
+            if true():
+                return
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
