@@ -13,7 +13,7 @@ import statistics
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import uvloop
 from agent_script import Script
@@ -22,9 +22,11 @@ from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings, TierSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["LIVE", "OPENING", "Life", "policy_of"]
+__all__ = ["LIVE", "OPENING", "Life", "live", "policy_of"]
+
+Say: TypeAlias = "Callable[[dict[str, Any]], None]"
 
 LIVE: Final = "CacheFlow"
 """The way whose answers make the conversation go on, and are stored."""
@@ -77,8 +79,9 @@ def policy_of(way: str) -> str:
 class _Server:
     """An engine and its store, for as long as this process lives."""
 
-    def __init__(self, life: Life, engine: Any, flow: CacheFlow) -> None:
+    def __init__(self, life: Life, engine: Any, flow: CacheFlow, say: Say) -> None:
         self.life = life
+        self.say = say
         self.engine = engine
         self.flow = flow
         self.script = Script(engine.tokenizer, OPENING, life.turns)
@@ -87,11 +90,11 @@ class _Server:
 
     async def run(self) -> None:
         for turn in range(self.life.first, self.life.stop):
-            say(await self._turn(turn))
+            self.say(await self._turn(turn))
         end: dict[str, Any] = {"tokens": self.tokens}
         if self.life.calibrate is not None:
             end["calibrated"] = await self._calibrate(self.prompts[self.life.calibrate])
-        say(end)
+        self.say(end)
 
     async def _turn(self, turn: int) -> dict[str, Any]:
         prompt = self.tokens + self.script.result(turn) if turn else self.script.opening()
@@ -164,11 +167,6 @@ class _Server:
         return {"seconds": statistics.median(seconds), "nbytes": chunks * layout.payload_bytes()}
 
 
-def say(what: dict[str, Any]) -> None:
-    """One line for the process that waits for it."""
-    print(json.dumps(what), flush=True)
-
-
 def settings_of(life: Life) -> Settings:
     """The store in its folder, behind the link if there is one; costs are kept beside it."""
     disk = {"path": life.store}
@@ -180,14 +178,14 @@ def settings_of(life: Life) -> Settings:
     return Settings(tiers=(tier,), cache_dir=beside, keep_costs=True, load_deadline=_DEADLINE)
 
 
-async def live(life: Life) -> None:
-    """From opening the model to closing the store."""
+async def live(life: Life, say: Say) -> None:
+    """From opening the model to closing the store; ``say`` gets each turn, and the end."""
     from cacheflow.plugins.transformers import TransformersEngine
 
     engine = await TransformersEngine.open_model(life.model, dtype="float32", threads=life.threads)
     try:
         async with CacheFlow.open(settings_of(life), engine=engine) as flow:
-            await _Server(life, engine, flow).run()
+            await _Server(life, engine, flow, say).run()
     finally:
         await engine.aclose()
 
@@ -196,7 +194,8 @@ def main() -> None:
     """Read, live, end."""
     # As ``cacheflow bench`` does: spinning OpenMP threads would take the core that I/O needs.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    uvloop.run(live(Life.from_json(sys.stdin.read())))
+    life = Life.from_json(sys.stdin.read())
+    uvloop.run(live(life, lambda what: print(json.dumps(what), flush=True)))
 
 
 if __name__ == "__main__":

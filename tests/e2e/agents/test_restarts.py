@@ -1,0 +1,56 @@
+"""An agent whose server forgets at each tool call, and ends: the benchmark's runs, much smaller."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from agent_child import LIVE, Life, live
+from bench_agents import Lived, identical, lived_on
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TURNS = 3
+
+
+@pytest.fixture
+def life(model_folder: Path, tmp_path: Path) -> Life:
+    """Of a server that never forgets, on the tiny model."""
+    return Life(
+        model=str(model_folder),
+        threads=1,
+        store=str(tmp_path / "never" / "kv"),
+        first=0,
+        stop=TURNS,
+        turns=TURNS,
+        ways=(LIVE,),
+        tokens=[],
+        forget=False,
+    )
+
+
+async def test_forgotten_and_restarted_an_agent_says_the_same(life: Life, tmp_path: Path) -> None:
+    """Two processes, one after the other, know only the context and the store; each turn's tokens
+    are those of a server that never forgets, and all but the tool's result was restored."""
+    said: list[dict[str, Any]] = []
+    await live(life, said.append)
+    never = said[:TURNS]
+    forgetful = replace(
+        life,
+        store=str(tmp_path / "agent" / "kv"),
+        ways=("recompute", "load", LIVE),
+        bandwidth=20e6,
+        forget=True,
+    )
+    agent = await lived_on(forgetful, 1, lambda: None)
+    assert isinstance(agent, Lived)
+    for before, after in zip(never, agent.turns, strict=True):
+        assert identical(before["answer"], after["answer"], after["ways"])
+    for turn in agent.turns[1:]:
+        ways = turn["ways"]
+        assert max(ways[LIVE]["suffix"], ways["load"]["suffix"]) <= 64
+        assert not any(way["failed_loads"] for way in ways.values())
+        assert ways["recompute"]["recomputed_share"] == 1.0
+        assert ways["load"]["recomputed_share"] == 0.0
