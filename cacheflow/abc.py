@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 
 from cacheflow.types import Claim, TileWork
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         KVLayout,
         Loan,
         ObjectKey,
+        Offering,
         Read,
         Segment,
         Shard,
@@ -41,11 +42,13 @@ __all__ = [
     "ChatTemplate",
     "ClaimLayer",
     "Engine",
+    "Peers",
     "Recomputer",
     "Sharded",
     "StageListener",
     "Staged",
     "StorageBackend",
+    "Together",
 ]
 
 ClaimLayer: TypeAlias = Callable[[TileWork, int], Claim]
@@ -304,6 +307,33 @@ class StageListener(Protocol):
         ...
 
 
+class Peers(Protocol):
+    """The other ranks that compute together with this one, as the restorer sees them.
+
+    Each rank runs the same program and restores the same requests, loading its own part.
+    """
+
+    def attach(
+        self, scheduler: Any, kick: Callable[[], None], fail: Callable[[str, Exception], None]
+    ) -> None:
+        """``scheduler``: a :class:`cacheflow.scheduling.JointScheduler`. ``kick`` has it asked for
+        work again, ``fail`` ends a request; both are called on the event loop."""
+        ...
+
+    async def meet(self, request_id: str, found: Offering) -> Offering:
+        """Wait until every rank is about to restore ``request_id``; what counts of what this one
+        found stored.
+
+        Raises:
+            PeerError: another rank is gone, or did not come in time.
+        """
+        ...
+
+    def leave(self, request_id: str, *, finished: bool) -> None:
+        """The request was restored, or is not going to be. Idempotent."""
+        ...
+
+
 @runtime_checkable
 class Staged(Sharded, Protocol):
     """A recomputer that is one stage of a pipeline: consecutive layers, in a process of its own.
@@ -369,6 +399,18 @@ class Staged(Sharded, Protocol):
     def give_up(self, request_id: str, reason: str) -> None:
         """Tell all stages that the request has ended here without success."""
         ...
+
+
+@runtime_checkable
+class Together(Protocol):
+    """A recomputer that needs all of its ranks for every layer.
+
+    Its :meth:`Recomputer.recompute` may return without having done anything, for something else
+    came first.
+    """
+
+    @property
+    def peers(self) -> Peers: ...
 
 
 class Engine(Recomputer, Protocol):

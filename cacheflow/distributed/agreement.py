@@ -77,7 +77,8 @@ class Decision:
     """The same on every rank. ``layers``: of ``work``, from its first layer on."""
 
     act: Act
-    call: int = 0
+    calls: tuple[int, ...] = ()
+    """To be made one after another."""
     work: Work | None = None
     layers: int = 0
     needs: tuple[Need, ...] = ()
@@ -99,9 +100,9 @@ def agree(votes: Sequence[Vote]) -> Decision:
         blocked=tuple(sorted({work for vote in votes for work in vote.blocked})),
     )
     common = set[int].intersection(*(set(vote.calls) for vote in votes))
-    for call in votes[0].calls:
-        if call in common:
-            return replace(heard, act=Act.CALL, call=call)
+    if common:
+        calls = tuple(call for call in votes[0].calls if call in common)
+        return replace(heard, act=Act.CALL, calls=calls)
     proposals = [vote.proposal for vote in votes if vote.proposal is not None]
     _check_layers(proposals)
     for work in sorted({proposal.work for proposal in proposals}):

@@ -38,8 +38,8 @@ class Outcome:
     """Layers of the pending work to compute now (0: none)."""
     give_back: bool = False
     """The pending work goes back to the scheduler undone, for something else comes first."""
-    call: int | None = None
-    """The call to make."""
+    calls: tuple[int, ...] = ()
+    """Calls to make, one after another."""
     news: bool = False
     """The scheduler was told something: it may hand out other work now."""
 
@@ -110,8 +110,8 @@ class Member:
             news |= self.scheduler.set_aside(request, starts)
         self._gone -= set(decision.gone)
         if decision.act is Act.CALL:
-            self.calls.remove(decision.call)
-            return Outcome(call=decision.call, news=news)
+            self.calls = [call for call in self.calls if call not in decision.calls]
+            return Outcome(calls=decision.calls, news=news)
         mine = None if self.pending is None else self._work(self.pending)
         work = decision.work
         if work is None:

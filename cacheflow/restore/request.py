@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from cacheflow.kv import Stamp
     from cacheflow.tiers import Located
-    from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, TileGrid
+    from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, Offering, TileGrid
 
 __all__ = ["Job", "Restoration", "RestoreRequest", "TileHistory"]
 
@@ -141,6 +141,8 @@ class Job:
     dropped: int = 0
     hidden_chunks: int = 0
     """Boundary activations loaded."""
+    agreed: Offering | None = None
+    """What counts of what was found stored, where ranks restore the request together."""
 
     def lay_out(self, shared_tiles: int, holder: Job | None) -> None:
         """The tiles are known. The first ones are shared with ``holder``, which restores them; or,
@@ -196,5 +198,10 @@ class Job:
             ours = all(info.canonical and info.grid_id == grid_id for info in copies)
             known = layers == self.spec.num_layers or (bool(copies) and ours)
             lossy = any(info.lossy for info in copies)
+            if self.agreed is not None:  # what other ranks have loaded counts as well
+                size = self.spec.chunk_tokens
+                inside = (1 << tile.stop // size) - (1 << tile.start // size)
+                known = not self.agreed.strange & inside
+                lossy = bool(self.agreed.lossy & inside)
             segments.append(Segment(tile.start, tile.stop, tile.width if known else 0, lossy))
         return segments

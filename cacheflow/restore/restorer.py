@@ -12,12 +12,13 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, Self
 
-from cacheflow.abc import Staged
+from cacheflow.abc import Staged, Together
 from cacheflow.clock import SystemClock
 from cacheflow.errors import ClosedError
 from cacheflow.kv import Stamp
 from cacheflow.restore.compute import ComputeDriver
 from cacheflow.restore.loads import LoadDriver
+from cacheflow.restore.meeting import offering, reach
 from cacheflow.restore.prefixes import Prefixes
 from cacheflow.restore.request import Job, Restoration, RestoreRequest
 from cacheflow.restore.sealing import shard_of
@@ -34,7 +35,15 @@ if TYPE_CHECKING:
     from cacheflow.memory import StagingPool
     from cacheflow.scheduling import BatchScheduler, Policy
     from cacheflow.tiers import Located
-    from cacheflow.types import ChunkKey, Event, Observer, RequestSpec, Segment, Tile
+    from cacheflow.types import (
+        ChunkKey,
+        Coverage,
+        Event,
+        Observer,
+        RequestSpec,
+        Segment,
+        Tile,
+    )
 
 __all__ = ["Restorer"]
 
@@ -80,6 +89,7 @@ class Restorer:
         self._allow_lossy = allow_lossy
         self._observer = observer
         self._jobs: dict[str, Job] = {}
+        self._peers = recomputer.peers if isinstance(recomputer, Together) else None
         self._prefixes = Prefixes(recomputer.grid, recomputer.layout.chunk_tokens)
         self._group: asyncio.TaskGroup | None = None
         self._drivers: list[asyncio.Task[None]] = []
@@ -90,6 +100,8 @@ class Restorer:
 
     async def __aenter__(self) -> Self:
         self._group = await asyncio.TaskGroup().__aenter__()
+        if self._peers is not None:
+            self._peers.attach(self.scheduler, self._compute.kick, self.fail)
         runs = [self._compute.run(), *(driver.run() for driver in self._loads)]
         self._drivers = [self._group.create_task(run) for run in runs]
         return self
@@ -138,6 +150,8 @@ class Restorer:
             self._take_back(job)  # now: the compute thread may be about to claim
             if self.stage is not None and outcome != "restored":
                 self.stage.gave_up(job, outcome)
+            if self._peers is not None:
+                self._peers.leave(job.spec.id, finished=outcome == "restored")
             # Not in the group: it must also run while that is ending. Announced once no thread
             # adds to the job's figures any more.
             try:
@@ -246,23 +260,35 @@ class Restorer:
         """Ask every tier at once; give them a moment, the late ones are heard when they answer.
 
         How many leading chunks can matter, because nothing behind them is stored; None if unknown.
+
+        Ranks that restore together wait for the tiers, then for each other: only what all of them
+        found counts.
         """
-        wanted = policy.load(0.0, 1.0) or job.spec.fed
-        if not (self.channels and job.spec.prefix_tokens and wanted):
-            return None
-        asking = [self.group.create_task(self._ask(job, name)) for name in self.channels]
-        for task in asking:
-            self.spawn(job, task)
+        if self._peers is not None:
+            await self._wait_for_lookups(job, policy, _LOOKUP_PATIENCE)
+            found = offering(job.located, self.recomputer.grid_id)
+            job.agreed = await self._peers.meet(job.spec.id, found)
+            return reach(job.agreed)
         patience = _LOOKUP_GRACE if policy.begin(None) else _LOOKUP_PATIENCE
-        _, late = await asyncio.wait(asking, timeout=patience)
-        if late:
+        if not await self._wait_for_lookups(job, policy, patience):
             return None
         return max((located.reach for located in job.located.values()), default=0)
 
+    async def _wait_for_lookups(self, job: Job, policy: Policy, patience: float) -> bool:
+        """Whether every tier has answered."""
+        wanted = policy.load(0.0, 1.0) or job.spec.fed
+        if not (self.channels and job.spec.prefix_tokens and wanted):
+            return False
+        asking = [self.group.create_task(self._ask(job, name)) for name in self.channels]
+        for task in asking:
+            self.spawn(job, task)
+        _, late = await asyncio.wait(asking, timeout=patience)
+        return not late
+
     def _admit(self, job: Job, policy: Policy, stored: int | None) -> None:
         # Without an await up to here from where the holder was found: it must not go meanwhile.
-        # Stages do not share: whether another one still has the same request is not known.
-        shares = policy.shares and self.stage is None
+        # Stages and ranks do not share: whether another one still has the request is not known.
+        shares = policy.shares and self.stage is None and self._peers is None
         holder, tiles = self._share(job) if shares else (None, ())
         if stored is not None:
             # What is stored nowhere is suffix: its last tile is then computed in one piece.
@@ -274,8 +300,8 @@ class Restorer:
         job.admitted = True
         if shares and job.spec.tiles:
             self._prefixes.offer(job.spec.id, job.request.keys, job.spec.tiles)
-        for located in job.located.values():
-            self._extend(job, located)
+        for coverage in self._coverage(job):
+            self.scheduler.extend_coverage(job.spec.id, coverage)
         if self.stage is not None:
             self.stage.admitted(job)
         self.changed(job.spec.id)
@@ -295,11 +321,14 @@ class Restorer:
             return restoring if restoring is not None and restoring.spec.tiles else None, tiles
         return None, ()
 
-    def _extend(self, job: Job, located: Located) -> None:
+    def _coverage(self, job: Job) -> Sequence[Coverage]:
+        if job.agreed is not None:
+            return job.agreed.coverage
+        return [self._found(job, located) for located in job.located.values()]
+
+    def _found(self, job: Job, located: Located) -> Coverage:
         coverage = located.coverage()
-        if self.stage is not None:
-            coverage = self.stage.coverage(job, coverage)
-        self.scheduler.extend_coverage(job.spec.id, coverage)
+        return coverage if self.stage is None else self.stage.coverage(job, coverage)
 
     async def _ask(self, job: Job, name: str) -> None:
         """Coverage of one tier, as soon as it answers; a tier that fails has nothing."""
@@ -325,9 +354,11 @@ class Restorer:
             _log.warning("tier %s: lookup failed, going on without it: %s", name, reason)
         else:
             found = located.found
+            if job.agreed is not None:
+                return  # too late: the ranks have agreed on what there is
             job.located[name] = located
             if job.admitted:
-                self._extend(job, located)
+                self.scheduler.extend_coverage(job.spec.id, self._found(job, located))
                 self.changed(job.spec.id)
         stop = self.clock.now()
         self.emit(LookedUp(job.spec.id, name, chunks, found, start, stop, reason))

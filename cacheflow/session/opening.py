@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cacheflow.abc import Staged
+from cacheflow.abc import Staged, Together
 from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel, CostChecks
 from cacheflow.errors import ConfigError
@@ -15,7 +15,7 @@ from cacheflow.memory import StagingPool
 from cacheflow.restore import Restorer
 from cacheflow.restore.boundary import StageSaver, WorthStoring
 from cacheflow.restore.saver import STAGING_OWNER, Saver
-from cacheflow.scheduling import BatchScheduler
+from cacheflow.scheduling import BatchScheduler, JointScheduler
 from cacheflow.session.keeping import keeping, kept_costs
 from cacheflow.tiers.opening import open_tiers
 from cacheflow.tiers.planned import PlannedWrites
@@ -70,7 +70,8 @@ async def open_parts(
     for backend in backends.values():
         stack.callback(backend.register_memory(pool.arena))
     stack.push_async_callback(staged.aclose)
-    scheduler = BatchScheduler(
+    kind = JointScheduler if isinstance(engine, Together) else BatchScheduler
+    scheduler = kind(
         costs,
         clock,
         objective=settings.objective,

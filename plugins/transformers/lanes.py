@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["CpuStreams", "CudaStreams", "Lane", "Mark", "Streams"]
+__all__ = ["CpuStreams", "CudaStreams", "Lane", "Mark", "Streams", "prepared"]
 
 T = TypeVar("T")
 
@@ -157,19 +157,7 @@ class Lane:
 
         Cancelling the future does not stop the callable: whoever owns its memory waits for it.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        # A caller that was cancelled asks no more; what its work raised is nobody's then.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-        def job() -> None:
-            try:
-                result = work()
-            except BaseException as error:  # carried to the awaiting task, whatever it is
-                _post(loop, future, future.set_exception, error)
-            else:
-                _post(loop, future, future.set_result, result)
-
+        future, job = prepared(work)
         self._jobs.put(job)
         return future
 
@@ -183,6 +171,24 @@ class Lane:
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
                 job()
+
+
+def prepared(work: Callable[[], T]) -> tuple[asyncio.Future[T], Callable[[], None]]:
+    """A future of the running loop, and what another thread calls to do ``work`` for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    # A caller that was cancelled asks no more; what its work raised is nobody's then.
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def job() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # carried to the awaiting task, whatever it is
+            _post(loop, future, future.set_exception, error)
+        else:
+            _post(loop, future, future.set_result, result)
+
+    return future, job
 
 
 def _post(

@@ -192,7 +192,7 @@ def test_work_that_a_rank_cannot_do_yet_waits() -> None:
 
 def test_calls_go_first_once_all_ranks_make_them() -> None:
     votes = [Vote(calls=(7, 8), proposal=proposal((0, False, 0, 0))), Vote(calls=(8,))]
-    assert (agree(votes).act, agree(votes).call) == (Act.CALL, 8)
+    assert (agree(votes).act, agree(votes).calls) == (Act.CALL, (8,))
     assert agree([votes[0], Vote(calls=(9,))]).act is Act.ASK
 
 
