@@ -4,9 +4,8 @@ import asyncio
 import inspect
 import tempfile
 
+from cacheflow import CacheFlow, Generation, Settings, TierSettings
 from cacheflow.plugins.transformers import TransformersEngine, prepare_smollm2
-from cacheflow.session import CacheFlow, Generation
-from cacheflow.settings import Settings, TierSettings
 
 
 async def main(store: str) -> None:

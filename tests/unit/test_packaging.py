@@ -61,7 +61,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_exactly_the_sources(wheel: Path) -> None:
     """Every module of the three folders is in the wheel under `cacheflow`, and nothing else is."""
-    expected = {"cacheflow/py.typed"}
+    expected = {"cacheflow/py.typed", "cacheflow/__init__.pyi"}
     for package, folder in MAPPING.items():
         expected |= {f"{package}/{p.relative_to(folder)}" for p in folder.rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
