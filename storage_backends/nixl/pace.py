@@ -12,8 +12,8 @@ from typing import Final
 
 __all__ = ["SERVE_SECONDS", "Pace"]
 
-SERVE_SECONDS: Final = 0.0005
-"""Between two turns of progress for peers: 1 ms was seen to be enough, as long as they want any."""
+SERVE_SECONDS: Final = 0.001
+"""Between two turns of progress for peers, while they want any: seen to be enough."""
 _SHORTEST: Final = 20e-6
 _LONGEST: Final = 0.02
 _SHARE: Final = 1 / 16

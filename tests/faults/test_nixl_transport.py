@@ -80,8 +80,8 @@ async def outcome(transfer: Awaitable[None]) -> BackendError | None:
 
 
 async def test_right_bytes(transports: str) -> None:
-    """Reads and writes of any range and alignment, in registered memory and in other, several pieces in
-    one call: the right bytes, nothing around them touched, nothing held."""
+    """Reads and writes of any range and alignment, in registered memory and in other, several
+    pieces in one call: the right bytes, nothing around them touched, nothing held."""
     async with linked() as (store, transport, link):
         pool = StagingPool(8 << 20)
         await registered(transport, pool)

@@ -45,8 +45,8 @@ async def running(agent: ScriptedAgent, depth: int = 16) -> AsyncIterator[Reacto
 
 
 async def turn(reactor: Reactor) -> None:
-    """The thread has carried out what it was told, and looked at what is in flight."""
-    for _ in range(2):
+    """The thread has carried out what it was told, and has had a few turns since."""
+    for _ in range(4):
         await reactor.call(lambda agent: None)
 
 
@@ -99,7 +99,8 @@ async def test_copies_happen_while_the_memory_is_held() -> None:
 
 
 async def test_what_has_not_begun_is_taken_back() -> None:
-    """Each peer has so many transfers at once; those that wait can be withdrawn, others not."""
+    """Peers take turns, each with so many transfers at once; those that wait can be withdrawn,
+    others not."""
     agent = ScriptedAgent()
     async with running(agent, depth=2) as reactor:
         asked = [Asked() for _ in range(4)]
@@ -107,7 +108,7 @@ async def test_what_has_not_begun_is_taken_back() -> None:
         for each in (*asked, other):
             reactor.submit(each.flight)
         await turn(reactor)
-        assert [begun.peer for begun in agent.begun] == ["p", "p", "q"]
+        assert [begun.peer for begun in agent.begun] == ["p", "q", "p"]
         assert [reactor.withdraw(each.flight) for each in asked] == [False, False, True, True]
         assert [each.hold.in_flight for each in asked] == [1, 1, 0, 0]
         agent.begun[0].end = True

@@ -1,0 +1,136 @@
+"""What the reactor's thread looks after: flights that wait, that are on their way, that have ended.
+
+Peers take turns, each with so many flights at once. Belongs to that thread and does not wait: it
+says how long the thread may. Knows no loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.errors import BackendError
+from cacheflow.storage_backends.nixl.pace import Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cacheflow.storage_backends.nixl.agent import Agent
+    from cacheflow.storage_backends.nixl.flights import Flight
+
+__all__ = ["Traffic", "attempt"]
+
+_log = logging.getLogger(__name__)
+
+
+class Traffic:
+    """``depth``: most flights with one peer at once. ``ended`` is told of each, and its error."""
+
+    def __init__(self, depth: int, ended: Callable[[Flight, Exception | None], None]) -> None:
+        self.flying: list[Flight] = []
+        self.serving = False
+        """Peers may be at our memory: progress is made for them."""
+        self.when_idle: deque[Callable[[Agent], None]] = deque()
+        """To be done as soon as nothing is in flight."""
+        self._depth: Final = depth
+        self._ended = ended
+        self._waiting: dict[str, deque[Flight]] = {}
+        self._counts: Counter[str] = Counter()
+        self._leaving: dict[str, Callable[[], None]] = {}
+        self._pace = Pace()
+
+    def wait(self) -> float | None:
+        """Seconds until :meth:`turn` is due; None: not before something comes up."""
+        if self._has_room():
+            return 0.0
+        in_flight = bool(self.flying)
+        return self._pace.wait(time.monotonic(), in_flight=in_flight, serving=self.serving)
+
+    def accept(self, flight: Flight) -> None:
+        """Begin it when it is its turn."""
+        self._waiting.setdefault(flight.peer, deque()).append(flight)
+
+    def turn(self, agent: Agent) -> None:
+        """One flight more for each peer that has room, and a look at all that are on their way."""
+        for peer in list(self._waiting):
+            if self._counts[peer] < self._depth:
+                self._begin_one(agent, peer)
+        for flight in list(self.flying):
+            self._look(agent, flight)
+        while self.when_idle and not self.flying:
+            attempt(partial(self.when_idle.popleft(), agent))
+        if self.serving:
+            attempt(agent.progress)
+
+    def part(self, agent: Agent, peer: str, parted: Callable[[], None]) -> None:
+        """Remove ``peer`` as soon as nothing is in flight with it; what waits then is refused."""
+        if self._counts[peer] > 0:
+            self._leaving[peer] = parted
+            return
+        self._leaving.pop(peer, None)
+        del self._counts[peer]
+        attempt(partial(agent.remove, peer))
+        parted()
+
+    def _has_room(self) -> bool:
+        return any(self._counts[peer] < self._depth for peer in self._waiting)
+
+    def _begin_one(self, agent: Agent, peer: str) -> None:
+        waiting = self._waiting[peer]
+        flight = waiting.popleft()
+        if not waiting:
+            del self._waiting[peer]
+        if not flight.take():
+            return
+        self._pace.moved(time.monotonic())
+        try:
+            self._begin(agent, flight)
+        except Exception as error:  # NIXL's errors have no base class of their own
+            self._end(flight, error)
+            return
+        self.flying.append(flight)
+        self._counts[peer] += 1
+        # In shared memory it is over already: whoever waits can send the next while others move.
+        self._look(agent, flight)
+
+    def _begin(self, agent: Agent, flight: Flight) -> None:
+        if flight.peer in self._leaving:
+            raise BackendError("the peer is gone", operation="transfer", is_temporary=True)
+        if flight.before is not None:
+            flight.before()
+        flight.handle = agent.begin(
+            flight.way, flight.peer, flight.ours, flight.kind, flight.theirs
+        )
+
+    def _look(self, agent: Agent, flight: Flight) -> None:
+        error = None
+        try:
+            if not agent.has_ended(flight.handle):
+                return
+        except Exception as caught:  # as above
+            error = caught
+        self.flying.remove(flight)
+        self._counts[flight.peer] -= 1
+        self._pace.moved(time.monotonic())
+        attempt(partial(agent.release, flight.handle))
+        flight.handle = None
+        if error is None and flight.after is not None:
+            flight.after()
+        self._end(flight, error)
+        if (parted := self._leaving.get(flight.peer)) is not None:
+            self.part(agent, flight.peer, parted)
+
+    def _end(self, flight: Flight, error: Exception | None) -> None:
+        flight.let_go()
+        self._ended(flight, error)
+
+
+def attempt(work: Callable[[], object]) -> None:
+    """What is only good to have done."""
+    try:
+        work()
+    except Exception as error:  # NIXL's errors have no base class of their own
+        _log.warning("NIXL: %r", error)
