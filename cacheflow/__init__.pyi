@@ -9,3 +9,4 @@ from cacheflow.settings import Settings as Settings
 from cacheflow.settings import TierSettings as TierSettings
 
 __version__: str
+__all__: list[str]

@@ -17,7 +17,7 @@ STUB = Path(cacheflow.__file__).with_suffix(".pyi")
 
 def test_stub_and_module_name_the_same() -> None:
     """Each name of the stub is found, and is what the stub says; there are no others."""
-    named = {}
+    named: dict[str | None, str | None] = {}
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.ImportFrom):
             named |= {alias.asname: node.module for alias in node.names}
