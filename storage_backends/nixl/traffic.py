@@ -66,7 +66,10 @@ class Traffic:
             attempt(agent.progress)
 
     def part(self, agent: Agent, peer: str, parted: Callable[[], None]) -> None:
-        """Remove ``peer`` as soon as nothing is in flight with it; what waits then is refused."""
+        """Remove ``peer`` as soon as nothing is in flight with it; what waits is refused."""
+        for flight in self._waiting.pop(peer, ()):
+            if flight.take():
+                self._end(flight, _gone())
         if self._counts[peer] > 0:
             self._leaving[peer] = parted
             return
@@ -98,7 +101,7 @@ class Traffic:
 
     def _begin(self, agent: Agent, flight: Flight) -> None:
         if flight.peer in self._leaving:
-            raise BackendError("the peer is gone", operation="transfer", is_temporary=True)
+            raise _gone()
         if flight.before is not None:
             flight.before()
         flight.handle = agent.begin(
@@ -126,6 +129,10 @@ class Traffic:
     def _end(self, flight: Flight, error: Exception | None) -> None:
         flight.let_go()
         self._ended(flight, error)
+
+
+def _gone() -> BackendError:
+    return BackendError("the peer is gone", operation="transfer", is_temporary=True)
 
 
 def attempt(work: Callable[[], object]) -> None:

@@ -122,18 +122,24 @@ async def test_what_has_not_begun_is_taken_back() -> None:
 
 
 async def test_parting_waits_for_what_is_in_flight() -> None:
-    """A peer is removed only when nothing is in flight with it; what comes after is refused."""
-    agent, asked, late = ScriptedAgent(), Asked(), Asked()
-    async with running(agent) as reactor:
+    """A peer is removed only when nothing is in flight with it; what waits or comes then is
+    refused."""
+    agent, asked, waiting, late = ScriptedAgent(), Asked(), Asked(), Asked()
+    async with running(agent, depth=1) as reactor:
         reactor.submit(asked.flight)
+        reactor.submit(waiting.flight)
+        await turn(reactor)
         parted = reactor.part("p")
+        assert isinstance(await waiting.done, BackendError)
         reactor.submit(late.flight)
-        assert isinstance(await late.done, BackendError)
+        await turn(reactor)
         assert not parted.done()
         assert agent.removed == []
         agent.begun[0].end = True
         await parted
         assert agent.removed == ["p"]
+        assert isinstance(await late.done, BackendError)
+        assert len(agent.begun) == 1
 
 
 async def test_idle_means_no_looks() -> None:
