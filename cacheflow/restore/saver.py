@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from cacheflow.errors import ClosedError
 from cacheflow.kv import Stamp, canonical_tokens, exact_tokens
+from cacheflow.restore.pace import Pace
 from cacheflow.restore.sealing import STAGING_OWNER, Sealer, shard_of
 from cacheflow.restore.tasks import Pulse, to_the_end
 from cacheflow.restore.turns import Turns
@@ -70,8 +71,11 @@ class Saver:
         self._staged = staged
         self._pulse = Pulse()
         self._turns = Turns()
+        self._pace = Pace()
         self._shard = shard_of(engine)
-        shared = Shared(self._shard, staged, self._turns, self._pulse, clock, observer, deadline)
+        shared = Shared(
+            self._shard, staged, self._turns, self._pace, self._pulse, clock, observer, deadline
+        )
         self._stamp = stamp
         share = (pool.capacity // 2 if max_bytes is None else max_bytes) // max(len(channels), 1)
         self._writers = {
@@ -283,7 +287,8 @@ class Saver:
         copy = self._staged.join(save.keys[index], save.rank(index))
         if copy is None:
             try:
-                copy = await self._sealer.copy(save, index)
+                async with self._pace.turn(hurry=save.leaving):
+                    copy = await self._sealer.copy(save, index)
             except ClosedError:
                 save.gone = True
                 self._drop_waiting(save)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import StorageBackend
     from cacheflow.clock import Clock
+    from cacheflow.restore.pace import Pace
     from cacheflow.restore.tasks import Pulse
     from cacheflow.restore.turns import Turns
     from cacheflow.restore.writes import Save
@@ -63,6 +64,7 @@ class Shared:
     """What of the model's KV is stored here."""
     staged: StagedCopies
     turns: Turns
+    pace: Pace
     pulse: Pulse
     clock: Clock
     observer: Observer
@@ -184,7 +186,7 @@ class TierWriter:
     async def _store(self, copy: Copy) -> tuple[str, str]:
         deadline = self._shared.deadline
         try:
-            async with asyncio.timeout(deadline):
+            async with self._shared.pace.turn(), asyncio.timeout(deadline):
                 result = (await self._backend.store([copy.write]))[0]
         except TimeoutError:
             return _LATE, f"not there after {deadline:g} s (setting load_deadline)"

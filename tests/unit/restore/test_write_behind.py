@@ -3,151 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import cacheflow.restore.writer
 import cacheflow.tiers.staged
-from cacheflow.clock import SystemClock
 from cacheflow.errors import ClosedError
-from cacheflow.kv import chunk_keys, decode_header, key_root, verify
-from cacheflow.memory import StagingPool, buffer_from
-from cacheflow.restore.saver import Saved, Saver
-from cacheflow.testing.engine import FakeEngine
+from cacheflow.kv import chunk_keys, decode_header
+from cacheflow.restore.saver import Saved
 from cacheflow.testing.storage import MemoryBackend
-from cacheflow.tiers.staged import StagedCopies
-from cacheflow.types import Read, Segment, Span, StoreEnded, TransferStatus
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-
-    from cacheflow.types import Event, StagedPart, TransferResult, Write
-
-CHUNKS = 8
-PAYLOAD = 16384
-"""Bytes of one chunk's KV."""
-
-
-class Engine(FakeEngine):
-    """Requests that are computed as soon as they are open; captures are counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.captures: list[tuple[str, int]] = []
-
-    async def computed(self, name: str, tokens: list[int]) -> None:
-        await self.open(name, tokens)
-        await self.prefill(name)
-
-    def segments(self, request_id: str) -> tuple[Segment, ...]:
-        if request_id not in self._tokens:
-            raise ClosedError(f"{request_id} is not open")
-        return (Segment(0, 32, 32), Segment(32, 64, 32), Segment(64, 128, 64))
-
-    async def capture(self, request_id: str, parts: Sequence[StagedPart]) -> None:
-        if request_id not in self._tokens:
-            raise ClosedError(f"{request_id} is not open")
-        self.captures += [(request_id, part.chunk) for part in parts]
-        await asyncio.sleep(0)
-        await super().capture(request_id, parts)
-
-
-class Gated(MemoryBackend):
-    """Stores wait for :attr:`gate`, one permit each, while there is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate: asyncio.Semaphore | None = None
-        self.begun = 0
-
-    async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
-        self.begun += 1
-        if self.gate is not None:
-            await self.gate.acquire()
-        return await super().store(writes)
-
-
-class Skip:
-    """A write policy that leaves out a fixed number of chunks."""
-
-    name = "skip"
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def skipped(self, chunks: int) -> int:
-        return self.count
-
-
-class Rig:
-    def __init__(self, tiers: Mapping[str, MemoryBackend], room: int, **options: Any) -> None:
-        self.engine = Engine()
-        self.pool = StagingPool(64 * PAYLOAD)
-        self.staged = StagedCopies(tiers)
-        self.events: list[Event] = []
-        engine: Any = self.engine
-        self.saver = Saver(
-            engine,
-            tiers,
-            self.pool,
-            SystemClock(),
-            self.events.append,
-            self.staged,
-            max_bytes=len(tiers) * room * PAYLOAD,
-            **options,
-        )
-
-    async def open(self, name: str, chunks: int = CHUNKS) -> Sequence[Any]:
-        tokens = list(range(chunks * 16))
-        await self.engine.computed(name, tokens)
-        return chunk_keys(key_root({"model": "fake"}), tokens, 16)
-
-    @property
-    def staged_chunks(self) -> int:
-        return self.pool.leased_bytes // PAYLOAD
-
-    def dropped(self) -> dict[tuple[str, str], int]:
-        """Chunks that events say were dropped, by tier and reason."""
-        counts: dict[tuple[str, str], int] = {}
-        for event in self.events:
-            if isinstance(event, StoreEnded) and event.outcome != "ok":
-                what = event.channel, event.outcome
-                counts[what] = counts.get(what, 0) + event.chunks
-        return counts
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0)
-
-
-async def turns_of_the_loop(count: int = 50) -> None:
-    """Whatever can go on does."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def rig(
-    tiers: Mapping[str, MemoryBackend], room: int = 16, **options: Any
-) -> AsyncIterator[Rig]:
-    """``room``: chunks that may be staged for each tier. Afterwards nothing is left."""
-    it = Rig(tiers, room, **options)
-    async with it.saver:
-        yield it
-    await turns_of_the_loop()
-    assert len(it.saver._turns) == 0
-    assert it.pool.leased_bytes == it.pool.quarantined_bytes() == 0
-    assert await it.staged.used_bytes() == 0
-    assert all(writer.queue.held_bytes == 0 for writer in it.saver._writers.values())
-    await it.staged.aclose()
-    it.engine.shutdown()
-    await it.pool.aclose()
+from cacheflow.types import Segment
+from tests.unit.restore.saving import (
+    CHUNKS,
+    Gated,
+    Skip,
+    rig,
+    turns_of_the_loop,
+    until,
+)
 
 
 @pytest.mark.both_loops
@@ -287,71 +160,6 @@ async def test_what_the_policy_leaves_out_is_neither_asked_for_nor_stored() -> N
         again = r.saver.promote("r", keys, {"fast": (3, 4)})
         assert await r.saver.flush(20)
         assert again == {"fast": Saved(stored=1, kept=1)}
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lookups wait for copies however slow the machine is."""
-    monkeypatch.setattr(cacheflow.tiers.staged, "_PATIENCE", 20)
-
-
-def read_of(info: Any, layers: Span) -> Read:
-    offset, nbytes = info.layer_range(layers)
-    return Read(info.key, offset, buffer_from(bytearray(nbytes)))
-
-
-@pytest.mark.usefixtures("patient")
-async def test_what_is_queued_is_found_and_read_and_later_comes_from_its_tier() -> None:
-    """A lookup right after saving finds every chunk, and its reads deliver the sealed bytes,
-    ranges too; a read that comes after the chunk was stored gets it from the tier."""
-    tier = Gated()
-    tier.gate = asyncio.Semaphore(0)
-    async with rig({"t": tier}) as r:
-        keys = await r.open("r")
-        r.saver.save("r", keys)
-        found = await r.staged.lookup(keys)
-        assert [len(infos) for infos in found] == [1] * CHUNKS
-        infos = [infos[0] for infos in found]
-        layers = [Span(0, 4), Span(1, 3), Span(3, 4)]
-        reads = [read_of(info, some) for info in infos for some in layers]
-        for round_ in range(2):
-            results = [result async for result in r.staged.load(reads)]
-            assert [result.request for result in results] == reads
-            assert {result.status for result in results} == {TransferStatus.OK}
-            for read, (info, some) in zip(
-                reads, [(info, some) for info in infos for some in layers], strict=True
-            ):
-                assert read.buffer.view is not None
-                verify(info, some, read.buffer.view)
-                read.buffer.view[:] = bytes(len(read.buffer.view))
-            assert all(read.buffer.hold.in_flight == 0 for read in reads)
-            for _ in range(CHUNKS):
-                tier.gate.release()
-            assert await r.saver.flush(20)
-            assert tier.reads == round_ * len(reads)
-        tier.objects.clear()
-        [gone] = [result async for result in r.staged.load(reads[:1])]
-        assert gone.status is TransferStatus.MISSING
-        assert not any(await r.staged.lookup(keys))
-
-
-@pytest.mark.usefixtures("patient")
-async def test_a_copy_that_is_being_read_outlives_its_store() -> None:
-    """Leaving a read of a queued chunk early, or storing the chunk meanwhile, gives the memory
-    back once nobody copies out of it."""
-    tier = Gated()
-    tier.gate = asyncio.Semaphore(0)
-    async with rig({"t": tier}) as r:
-        keys = await r.open("r")
-        r.saver.save("r", keys)
-        infos = [infos[0] for infos in await r.staged.lookup(keys)]
-        reads = [read_of(info, Span(0, 4)) for info in infos]
-        results: Any = r.staged.load(reads)
-        assert (await anext(results)).status is TransferStatus.OK
-        for _ in range(CHUNKS):
-            tier.gate.release()
-        await results.aclose()
-        await until(lambda: not any(read.buffer.hold.in_flight for read in reads))
 
 
 @pytest.mark.parametrize("room", [2, 16])
