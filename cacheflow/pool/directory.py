@@ -81,6 +81,7 @@ class Directory:
         self._filling: dict[int, _Filling] = {}
         self._promoting: dict[ObjectKey, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -304,8 +305,11 @@ class Directory:
     def _set_timer(self) -> None:
         """Wake when the first grant ends; an idle store has no timer."""
         end = self.grants.next_end()
-        if self._timer is not None or end is None:
+        if end is None or (self._timer is not None and end >= self._due):
             return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = end
         delay = max(end - self._clock.now(), 0.0) + _LEAST_WAIT
         self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
 

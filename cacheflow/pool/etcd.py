@@ -11,7 +11,7 @@ import base64
 import json
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from cacheflow.errors import BackendError, ConfigError
 
@@ -29,20 +29,20 @@ _LATER: Final = 1.0
 
 
 class Etcd:
-    """One etcd server, or one of a cluster, at ``url``.
+    """One etcd server, or one of a cluster, at ``url``. Made by :meth:`open`."""
 
-    Raises:
-        ConfigError: httpx is not installed.
-    """
-
-    def __init__(self, url: str) -> None:
-        try:
-            import httpx
-        except ImportError as error:
-            raise ConfigError("etcd needs httpx: pip install 'cacheflow-kv[etcd]'") from error
-        self._errors = (httpx.HTTPError, ValueError, KeyError)
+    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self._url = url.rstrip("/")
-        self._http: httpx.AsyncClient = httpx.AsyncClient(timeout=_SECONDS)
+        self._http = http
+
+    @classmethod
+    async def open(cls, url: str) -> Self:
+        """Nothing is asked yet.
+
+        Raises:
+            ConfigError: httpx is not installed.
+        """
+        return cls(url, await asyncio.to_thread(_client))
 
     async def list(self, prefix: str) -> dict[str, str]:
         """Keys under ``prefix`` and their values."""
@@ -53,7 +53,7 @@ class Etcd:
 
     async def grant(self, seconds: int) -> str:
         """A lease of ``seconds``; its id."""
-        return str((await self._call("lease/grant", {"TTL": seconds}))["ID"])
+        return str((await self._call("lease/grant", {"TTL": seconds})).get("ID", ""))
 
     async def put(self, key: str, value: str, lease: str) -> None:
         """Write ``key``, for as long as ``lease`` lasts."""
@@ -73,25 +73,28 @@ class Etcd:
         await self._http.aclose()
 
     async def _call(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+        import httpx
+
         try:
             answer = await self._http.post(f"{self._url}/v3/{path}", json=fields)
             answer.raise_for_status()
-            found: dict[str, Any] = answer.json()
-        except self._errors as error:
+            found = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
             raise BackendError(
                 reason, operation=path, context=self._url, is_temporary=True
             ) from error
+        if not isinstance(found, dict):
+            raise BackendError("its answer is no object", operation=path, context=self._url)
         return found
 
 
 class Announcement:
     """A store says that it is there, until it is closed."""
 
-    def __init__(self, settings: StoreSettings) -> None:
-        assert settings.etcd is not None
+    def __init__(self, settings: StoreSettings, etcd: Etcd) -> None:
         assert settings.advertise is not None
-        self._etcd = Etcd(settings.etcd)
+        self._etcd = etcd
         self._key = settings.etcd_prefix + settings.advertise
         self._value = json.dumps({"address": settings.advertise})
         self._ttl = settings.etcd_ttl
@@ -126,6 +129,15 @@ class Announcement:
                 await asyncio.sleep(_LATER)
                 continue
             await asyncio.sleep(self._ttl / 3)
+
+
+def _client() -> httpx.AsyncClient:
+    """Imports, and reads certificates: not on the loop."""
+    try:
+        import httpx
+    except ImportError as error:
+        raise ConfigError("etcd needs httpx: pip install 'cacheflow-kv[etcd]'") from error
+    return httpx.AsyncClient(timeout=_SECONDS)
 
 
 def _b64(text: str) -> str:

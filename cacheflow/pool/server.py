@@ -19,7 +19,7 @@ from cacheflow.errors import ConfigError
 from cacheflow.metrics import PrometheusObserver, serve_metrics
 from cacheflow.pool import messages as m
 from cacheflow.pool.directory import Directory, Terms
-from cacheflow.pool.etcd import Announcement
+from cacheflow.pool.etcd import Announcement, Etcd
 from cacheflow.pool.metrics import StoreCollector
 from cacheflow.pool.session import Session
 from cacheflow.pool.slots import Arena
@@ -73,7 +73,8 @@ class StoreServer:
             raise ConfigError(f"store: cannot listen at {host}:{port}: {reason}") from error
         self.port = self._listener.sockets[0].getsockname()[1]
         if self.settings.etcd is not None:
-            self._announcement = Announcement(self.settings)
+            etcd = await Etcd.open(self.settings.etcd)
+            self._announcement = Announcement(self.settings, etcd)
             self._announcement.start()
 
     def clients(self) -> Counter[str]:

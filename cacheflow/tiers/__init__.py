@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cacheflow.tiers.guarded import Guarded
     from cacheflow.tiers.health import Ailment, Health, HealthLimits
     from cacheflow.tiers.located import Located, locate
+    from cacheflow.tiers.opening import front
     from cacheflow.tiers.tier import Tier
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Located",
     "Tier",
     "export_objects",
+    "front",
     "import_objects",
     "locate",
 ]
@@ -40,6 +42,7 @@ _WHERE: Final = {
     "Imported": "archive",
     "Located": "located",
     "Tier": "tier",
+    "front": "opening",
     "export_objects": "archive",
     "import_objects": "archive",
     "locate": "located",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cacheflow.tiers.value import Value
     from cacheflow.types import Observer
 
-__all__ = ["open_tiers"]
+__all__ = ["front", "open_tiers"]
 
 
 async def open_tiers(
@@ -54,13 +54,29 @@ async def open_tiers(
             observer=observer,
         )
         asked = value if tier.eviction == "cost-aware" else FLAT
-        opened: StorageBackend
-        opened = await Tier.over(guarded, tier, clock=clock, observer=observer, value=asked)
+        opened = await front(guarded, tier, clock=clock, observer=observer, value=asked)
         if tier.codec is not Codec.RAW:
             opened = Encoded(opened, tier.codec, stamp)
         stack.push_async_callback(opened.aclose)
         tiers[tier.name] = opened
     return tiers
+
+
+async def front(
+    guarded: StorageBackend,
+    settings: TierSettings,
+    *,
+    clock: Clock | None = None,
+    observer: Observer = lambda event: None,
+    value: Value = FLAT,
+) -> StorageBackend:
+    """A tier in front of ``guarded``, where one is needed: a store that evicts by itself, and is
+    given no limits here, needs no index of everything that a whole fleet has in it."""
+    limits = (settings.capacity_bytes, settings.ttl, settings.tenant_quota_bytes)
+    is_limited = any(limit is not None for limit in limits) or settings.pin_bytes > 0
+    if guarded.capabilities.evicts and not is_limited:
+        return guarded
+    return await Tier.over(guarded, settings, clock=clock, observer=observer, value=value)
 
 
 async def _open(tier: TierSettings) -> StorageBackend:

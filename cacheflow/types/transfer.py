@@ -169,6 +169,8 @@ class Capabilities:
     """Objects survive the process."""
     shared: bool = False
     """Other processes see the same objects."""
+    evicts: bool = False
+    """Makes room by itself: no client has to keep an index of it."""
     codec: Codec = Codec.RAW
     """How raw chunks that are stored here are kept."""
     memory_kinds: frozenset[MemoryKind] = field(

@@ -26,7 +26,7 @@ from cacheflow.plugins.vllm.records import Report
 from cacheflow.plugins.vllm.saver import STORES, Saver
 from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE
 from cacheflow.registry import load_backend
-from cacheflow.tiers import Guarded, Tier
+from cacheflow.tiers import Guarded, front
 
 if TYPE_CHECKING:
     from cacheflow.abc import StorageBackend
@@ -170,7 +170,7 @@ class Depot:
             kind = await asyncio.to_thread(load_backend, tier.backend)
             opened = await kind.open(tier.options)
             guarded = Guarded(opened, tier.name, deadline=self._settings.load_deadline)
-            backend = tiers[tier.name] = await Tier.over(guarded, tier)
+            backend = tiers[tier.name] = await front(guarded, tier)
             stack.push_async_callback(_close, tier.name, backend)
         return tiers
 

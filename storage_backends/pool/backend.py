@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
 from cacheflow.abc import StorageBackend
-from cacheflow.errors import BackendError, ConfigError, IntegrityError
+from cacheflow.errors import BackendError, ClosedError, ConfigError, IntegrityError
 from cacheflow.kv import decode_header, format_name
 from cacheflow.pool import messages
 from cacheflow.registry import load_transport
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from cacheflow.pool import Transport, TransportKind
+    from cacheflow.storage_backends.pool.discovery import Discovery
     from cacheflow.storage_backends.pool.settings import Address
     from cacheflow.types import (
         Buffer,
@@ -69,23 +70,28 @@ class PoolBackend(StorageBackend):
     def __init__(
         self,
         options: PoolOptions,
+        stores: Discovery,
         transports: Mapping[str, Transport],
         token: bytes,
         tls: SSLContext | None,
     ) -> None:
         self.options = options
-        self.capabilities = Capabilities(persistent=True, shared=True, suggested_depth=8)
+        self.capabilities = Capabilities(
+            persistent=True, shared=True, evicts=True, suggested_depth=8
+        )
         self.transports = transports
         client = f"{secrets.token_hex(8)}"
 
         def make(name: str, address: Address) -> Peer:
             return Peer(name, address, f"{client}-{name}"[:128], token, transports, tls, options)
 
-        self.members = Members(discovery(options), options, make)
+        self.members = Members(stores, options, make)
         self._flights = Flights(_AT_ONCE, "the pool tier")
         self._threads = IoThreads(_CHECKSUM_THREADS, "cacheflow-pool-sum")
         self._headers: dict[str, Headers] = {}
         self._places: OrderedDict[ObjectKey, tuple[str, ...]] = OrderedDict()
+        self._distrusted: set[ObjectKey] = set()
+        self._removing: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, options: Mapping[str, object]) -> Self:
@@ -97,7 +103,8 @@ class PoolBackend(StorageBackend):
         parsed = PoolOptions.parse(cls.name, options)
         token = await asyncio.to_thread(read_token, parsed)
         tls = await asyncio.to_thread(tls_context, parsed)
-        backend = cls(parsed, await _open_transports(parsed.transports, tls), token, tls)
+        transports = await _open_transports(parsed.transports, tls)
+        backend = cls(parsed, await discovery(parsed), transports, token, tls)
         try:
             await backend.members.open()
         except BaseException:
@@ -235,14 +242,14 @@ class PoolBackend(StorageBackend):
         """From every store: those that have left or joined may have old copies.
 
         Raises:
-            BackendError: a store is not reachable, so nobody knows what it will have.
+            BackendError: a store could not be reached: what the others had is deleted.
         """
         self._flights.check_open()
-        self._check_reachable("delete", all_of_them=True)
         works = [partial(self._delete_at, peer, keys) for peer in self.members.up]
         answers = await self._flights.all(works)
         for key in keys:
             self._places.pop(key, None)
+        self._check_reachable("delete", all_of_them=True)
         return [any(deleted) for deleted in zip(*answers, strict=True)]
 
     async def _delete_at(self, peer: Peer, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -252,6 +259,21 @@ class PoolBackend(StorageBackend):
             answer = await peer.ask(messages.Delete(names=names), messages.DeleteReply)
             deleted += answer.deleted
         return deleted
+
+    def distrust(self, keys: Sequence[ObjectKey]) -> None:
+        """Damaged objects are deleted, to be stored anew."""
+        self._distrusted.update(keys)
+        if self._removing is None or self._removing.done():
+            self._removing = asyncio.create_task(self._remove())
+
+    async def _remove(self) -> None:
+        while self._distrusted:
+            keys, self._distrusted = list(self._distrusted), set()
+            _log.warning("pool: %d damaged objects are deleted", len(keys))
+            try:
+                await self.delete(keys)
+            except (BackendError, ClosedError) as error:
+                _log.warning("pool: they are not: %s", error)
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -295,6 +317,10 @@ class PoolBackend(StorageBackend):
         return end
 
     async def aclose(self) -> None:
+        removing, self._removing = self._removing, None
+        if removing is not None:
+            removing.cancel()
+            await asyncio.wait([removing])
         await self._flights.aclose()
         await self.members.aclose()
         for transport in self.transports.values():

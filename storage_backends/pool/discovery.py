@@ -38,14 +38,14 @@ class Discovery(Protocol):
     async def aclose(self) -> None: ...
 
 
-def discovery(options: PoolOptions) -> Discovery:
+async def discovery(options: PoolOptions) -> Discovery:
     """What ``options`` ask for.
 
     Raises:
         ConfigError: a package is missing.
     """
     if options.etcd is not None:
-        return _InEtcd(options.etcd, options.etcd_prefix)
+        return _InEtcd(await Etcd.open(options.etcd), options.etcd_prefix)
     if options.dns is not None:
         return _InDns(options.dns)
     return _Named(options.peers)
@@ -91,8 +91,8 @@ class _InDns:
 class _InEtcd:
     changes = True
 
-    def __init__(self, url: str, prefix: str) -> None:
-        self._etcd = Etcd(url)
+    def __init__(self, etcd: Etcd, prefix: str) -> None:
+        self._etcd = etcd
         self._prefix = prefix
 
     async def find(self) -> Mapping[str, Address]:

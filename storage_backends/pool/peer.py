@@ -30,7 +30,7 @@ __all__ = ["Peer", "PeerState"]
 R = TypeVar("R", bound="messages.Message")
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE: Final = 0.1
-_LONGEST_PAUSE: Final = 5.0
+_LONGEST_PAUSE: Final = 2.0
 """Seconds between two attempts to connect."""
 _BATCH: Final = 256
 

@@ -172,7 +172,10 @@ class TcpTransport:
             raise BackendError(reason, operation="connect", context=peer)
         port, secret = ANSWER.unpack(answer)
         link = TcpLink(host, port, secret, self._tls)
-        self._links = {known for known in self._links if not known.is_closed} | {link}
+        over = {known for known in self._links if known.is_closed}
+        self._links = self._links - over | {link}
+        if over:
+            await asyncio.gather(*(known.aclose() for known in over))
         return link
 
     def register_memory(self, memory: Buffer) -> Callable[[], None]:

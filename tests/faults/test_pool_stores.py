@@ -1,0 +1,292 @@
+"""The pool when stores die, hang, come back, join and leave; over tcp, on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from signal import SIGCONT, SIGSTOP
+from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
+
+import pytest
+
+from cacheflow.errors import BackendError
+from cacheflow.storage_backends.pool import PoolBackend, tcp
+from cacheflow.testing.etcd_server import find_etcd, running_etcd
+from cacheflow.testing.objects import aligned_buffer, load_one, make_object
+from cacheflow.testing.storage_harness import load_all, store_all
+from cacheflow.testing.store_process import StoreProcess
+from cacheflow.types import Read, TransferStatus
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from cacheflow.testing.objects import StoredObject
+    from cacheflow.types import TransferResult
+
+LIMIT: Final = 10.0
+"""Seconds within which something must happen."""
+OBJECTS: Final = [make_object(number) for number in range(24)]
+QUICK: Final = {"request_seconds": 0.3, "transfer_seconds": 0.5, "connect_seconds": 0.5}
+
+
+@asynccontextmanager
+async def opened(*stores: StoreProcess, **options: Any) -> AsyncIterator[PoolBackend]:
+    where = {} if "etcd" in options else {"peers": [store.address for store in stores]}
+    backend = await PoolBackend.open({**where, "transports": ["tcp"], **QUICK, **options})
+    try:
+        yield backend
+    finally:
+        await backend.aclose()
+
+
+@asynccontextmanager
+async def started(*stores: StoreProcess) -> AsyncIterator[None]:
+    """The stores run; whatever becomes of them, they are ended."""
+    try:
+        await asyncio.gather(*(asyncio.to_thread(store.start) for store in stores))
+        yield
+    finally:
+        for store in stores:
+            await asyncio.to_thread(store.kill)
+
+
+async def until(reached: Callable[[], Awaitable[bool]]) -> None:
+    """Ask a store again and again: nothing in this process could tell."""
+    async with asyncio.timeout(LIMIT):
+        while not await reached():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+class Load:
+    """Somebody who reads all objects over and over; every byte that is said to be there is."""
+
+    def __init__(self, backend: PoolBackend) -> None:
+        self.results: list[TransferResult] = []
+        self.longest = 0.0
+        self._backend = backend
+
+    async def round(self, objects: list[StoredObject]) -> list[TransferStatus]:
+        """One read of each; a lookup that no store answers is no error to a request."""
+        start = time.monotonic()
+        found: list[Any] = []
+        with suppress(BackendError):
+            found = await self._backend.lookup([each.key.chunk for each in objects])
+        assert all(info in [each.info for each in objects] for infos in found for info in infos)
+        reads = [Read(each.key, 0, aligned_buffer(len(each.data))) for each in objects]
+        results = await load_all(self._backend, reads)
+        self.longest = max(self.longest, time.monotonic() - start)
+        self.results += results
+        data = {id(read): each.data for read, each in zip(reads, objects, strict=True)}
+        for result in results:
+            assert isinstance(result.request, Read)
+            if result.status is TransferStatus.OK:
+                assert bytes(result.request.buffer.view or b"") == data[id(result.request)]
+            else:
+                assert result.status in (TransferStatus.MISSING, TransferStatus.LATE)
+        return [result.status for result in results]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            await self.round(OBJECTS)
+            await asyncio.sleep(0.005)
+
+
+async def all_there(backend: PoolBackend) -> bool:
+    return set(await Load(backend).round(OBJECTS)) == {TransferStatus.OK}
+
+
+async def none_there(backend: PoolBackend) -> bool:
+    return TransferStatus.OK not in await Load(backend).round(OBJECTS)
+
+
+async def test_a_killed_store_is_a_miss_and_comes_back(tmp_path: Path) -> None:
+    """kill -9 under load: reads end soon as misses, no byte is wrong; started again on its disk the
+    store is used again, with what it had, by the client that was there all the time."""
+    store = StoreProcess(tmp_path / "log", arena="2MiB", spill=tmp_path / "spill")
+    async with started(store), opened(store) as backend:
+        await store_all(backend, *OBJECTS)
+        load, stop = Load(backend), asyncio.Event()
+        running = asyncio.create_task(load.run(stop))
+        await until(lambda: on_disk(tmp_path, len(OBJECTS)))
+        await asyncio.to_thread(store.kill)
+        await until(lambda: none_there(backend))
+        [refused] = await backend.store([OBJECTS[0].write()])
+        assert refused.status in (TransferStatus.REFUSED, TransferStatus.FAILED)
+        await asyncio.to_thread(store.start)
+        await until(lambda: all_there(backend))
+        stop.set()
+        await running
+        assert load.longest < 3.0
+
+
+async def on_disk(folder: Path, count: int) -> bool:
+    def files() -> int:
+        return sum(path.is_file() for path in (folder / "spill" / "objects").rglob("*"))
+
+    return await asyncio.to_thread(files) == count
+
+
+async def test_a_stopped_store_is_a_miss_until_it_goes_on(tmp_path: Path) -> None:
+    """SIGSTOP under load: nothing waits longer than its deadlines, then nobody waits at all; after
+    SIGCONT the store is used again."""
+    store = StoreProcess(tmp_path / "log", arena="2MiB")
+    async with started(store), opened(store) as backend:
+        await store_all(backend, *OBJECTS)
+        load, stop = Load(backend), asyncio.Event()
+        running = asyncio.create_task(load.run(stop))
+        store.send(SIGSTOP)
+        await until(lambda: none_there(backend))
+        start = time.monotonic()
+        assert await none_there(backend)
+        assert time.monotonic() - start < 0.2
+        store.send(SIGCONT)
+        await until(lambda: all_there(backend))
+        stop.set()
+        await running
+        assert load.longest < 3.0
+
+
+async def test_a_store_that_comes_back_empty_is_no_error(tmp_path: Path) -> None:
+    """Without a disk a restarted store has nothing: misses, and what is stored then is there."""
+    store = StoreProcess(tmp_path / "log", arena="2MiB")
+    async with started(store), opened(store) as backend:
+        await store_all(backend, *OBJECTS)
+        await asyncio.to_thread(store.kill)
+        await asyncio.to_thread(store.start)
+        await until(lambda: is_empty(backend))
+        await store_all(backend, *OBJECTS)
+        assert await all_there(backend)
+
+
+async def is_empty(backend: PoolBackend) -> bool:
+    try:
+        return await backend.used_bytes() == 0
+    except BackendError:
+        return False
+
+
+async def test_a_drained_store_finishes_and_keeps_what_it_has(tmp_path: Path) -> None:
+    """SIGTERM: the store writes everything to its disk and ends with status 0."""
+    store = StoreProcess(tmp_path / "log", arena="2MiB", spill=tmp_path / "spill")
+    async with started(store), opened(store) as backend:
+        await store_all(backend, *OBJECTS)
+        assert await asyncio.to_thread(store.stop) == 0
+        assert await on_disk(tmp_path, len(OBJECTS))
+        await asyncio.to_thread(store.start)
+        await until(lambda: all_there(backend))
+        found = [info async for info in backend.scan()]
+        assert {info.key for info in found} == {each.key for each in OBJECTS}
+        assert await backend.used_bytes() == sum(each.info.nbytes for each in OBJECTS)
+
+
+async def test_a_lease_that_ends_during_a_read_is_noticed(tmp_path: Path) -> None:
+    """A read that is held up until its lease is over and its slot used again is a miss, whatever
+    bytes came; one whose slot still has the same generation is believed."""
+    mine, *others = [make_object(number) for number in range(12)]
+    size = mine.info.nbytes
+    store = StoreProcess(tmp_path / "log", arena=8 * size, lease_seconds=0.2)
+    async with started(store):
+        for is_replaced in (False, True):
+            async with opened(store, transfer_seconds=10.0) as backend:
+                await store_all(backend, mine)
+                gate = asyncio.Event()
+                loop = asyncio.get_running_loop()
+                began = asyncio.Event()
+
+                def held(*args: Any, real: Any = tcp.receive, loop: Any = loop) -> None:
+                    loop.call_soon_threadsafe(began.set)  # noqa: B023
+                    asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(LIMIT)  # noqa: B023
+                    real(*args)
+
+                with mock.patch.object(tcp, "receive", held):
+                    reading = asyncio.create_task(load_one(backend, mine.key, 0, size))
+                    await asyncio.wait_for(began.wait(), LIMIT)
+                    await until(lambda: no_leases(backend))
+                    if is_replaced:
+                        await backend.delete([mine.key])
+                        await store_all(backend, *others[:8])
+                    gate.set()
+                    result, data = await reading
+            if is_replaced:
+                assert result.status is TransferStatus.MISSING
+                assert "lease" in str(result.error)
+            else:
+                assert result.status is TransferStatus.OK
+                assert data == mine.data
+
+
+async def no_leases(backend: PoolBackend) -> bool:
+    from cacheflow.pool import messages
+
+    [peer] = backend.members.up
+    return (await peer.ask(messages.Stat(), messages.StatReply)).leases == 0
+
+
+@pytest.mark.skipif(find_etcd() is None, reason="no etcd here: apt-get install etcd-server")
+async def test_a_store_joins_and_one_dies_under_load(tmp_path: Path) -> None:
+    """Stores found through etcd: a third one joins and one of the first two is killed while
+    requests run. No error reaches a request, what belongs to a store that stays is found all the
+    time, and what is stored afterwards is found on the two that are left."""
+    async with AsyncExitStack() as stack:
+        running_one = running_etcd(tmp_path)
+        etcd = await asyncio.to_thread(running_one.__enter__)
+        stack.push_async_callback(asyncio.to_thread, running_one.__exit__, None, None, None)
+        stores = [StoreProcess(tmp_path / f"log{n}", arena="2MiB", etcd=etcd) for n in range(3)]
+        for store in stores:
+            store.options |= {"advertise": store.address, "etcd_ttl": 1}
+            stack.push_async_callback(asyncio.to_thread, store.kill)
+        await stack.enter_async_context(started(*stores[:2]))
+        async with opened(etcd=etcd, discovery_seconds=0.1) as backend:
+            await until(lambda: peers_are(backend, 2))
+            await store_all(backend, *OBJECTS)
+            homes = {
+                each.key: backend.members.placement.of(each.key.chunk.digest)[0] for each in OBJECTS
+            }
+            load, stop = Load(backend), asyncio.Event()
+            running = asyncio.create_task(load.run(stop))
+            await asyncio.to_thread(stores[2].start)
+            await until(lambda: peers_are(backend, 3))
+            stay = [each for each in OBJECTS if homes[each.key] == stores[0].address]
+            moved = [each for each in stay if home(backend, each) != stores[0].address]
+            assert all(home(backend, each) == stores[2].address for each in moved)
+            kept = [each for each in stay if each not in moved]
+            assert kept
+            assert set(await load.round(kept)) == {TransferStatus.OK}
+            await asyncio.to_thread(stores[1].kill)
+            await until(lambda: peers_are(backend, 2))
+            assert set(await load.round(kept)) == {TransferStatus.OK}
+            await store_all(backend, *OBJECTS)
+            assert await all_there(backend)
+            stop.set()
+            await running
+            assert load.longest < 3.0
+
+
+def home(backend: PoolBackend, each: StoredObject) -> str:
+    return backend.members.placement.of(each.key.chunk.digest)[0]
+
+
+async def peers_are(backend: PoolBackend, count: int) -> bool:
+    peers = backend.members.peers.values()
+    return len(peers) == count and all(peer.is_up for peer in peers)
+
+
+async def test_replicas_survive_the_death_of_a_store(tmp_path: Path) -> None:
+    """With two copies of everything any one of three stores may die: all is still there."""
+    stores = [StoreProcess(tmp_path / f"log{n}", arena="4MiB") for n in range(3)]
+    async with started(*stores), opened(*stores, replicas=2) as backend:
+        await store_all(backend, *OBJECTS)
+        assert await backend.used_bytes() == 2 * sum(each.info.nbytes for each in OBJECTS)
+        await asyncio.to_thread(stores[1].kill)
+        assert await all_there(backend)
+        await until(lambda: peers_up(backend, 2))
+        with pytest.raises(BackendError, match="cannot be reached"):
+            await backend.delete([OBJECTS[0].key])
+        assert await Load(backend).round(OBJECTS[:1]) == [TransferStatus.MISSING]
+
+
+async def peers_up(backend: PoolBackend, count: int) -> bool:
+    return len(backend.members.up) == count
