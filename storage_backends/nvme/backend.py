@@ -28,9 +28,10 @@ from cacheflow.storage_backends.nvme.ledger import Ledger
 from cacheflow.storage_backends.nvme.listing import Listing
 from cacheflow.storage_backends.nvme.opening import join, prepare, room_of
 from cacheflow.storage_backends.nvme.settings import NvmeOptions
+from cacheflow.storage_backends.storing import store_on_threads
 from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.tiers import Imported, export_objects, import_objects
-from cacheflow.types import Capabilities, TransferResult, TransferStatus
+from cacheflow.types import Capabilities, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from cacheflow.storage_backends.nvme.folder import FoundFile
     from cacheflow.storage_backends.nvme.space import Room, Space
     from cacheflow.storage_backends.threads import FutureJob
-    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
+    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, TransferResult, Write
 
 __all__ = ["NvmeBackend"]
 
@@ -107,22 +108,7 @@ class NvmeBackend(StorageBackend):
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         self._check()
         check_writes(writes)
-        for write in writes:
-            for part in write.parts:
-                part.hold.acquire()
-        start = time.monotonic()
-        jobs = [
-            self._threads.start(
-                partial(self._write_and_release, write, start), partial(_release, write)
-            )
-            for write in writes
-        ]
-        try:
-            return list(await asyncio.gather(*(asyncio.shield(job.done) for job in jobs)))
-        except BaseException:
-            for job in jobs:
-                self._threads.withdraw(job)
-            raise
+        return await store_on_threads(self._threads, writes, self._put)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         self._check()
@@ -233,21 +219,16 @@ class NvmeBackend(StorageBackend):
             return self._space.used()
         return sum(file.nbytes for file in self.folder.files())
 
-    def _write_and_release(self, write: Write, start: float) -> TransferResult:
-        status = TransferStatus.OK
-        failure: CacheFlowError | None = None
+    def _put(self, write: Write) -> tuple[TransferStatus, CacheFlowError | None]:
         try:
             self._write(write)
         except CapacityError as error:
-            status, failure = TransferStatus.FULL, error
+            return TransferStatus.FULL, error
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            status = TransferStatus.FULL if full else TransferStatus.FAILED
             failure = self._failure(error, "store", str(self.folder.root), is_temporary=full)
-        finally:
-            _release(write)
-        nbytes = write.nbytes if failure is None else 0
-        return TransferResult(write, status, nbytes, time.monotonic() - start, failure)
+            return TransferStatus.FULL if full else TransferStatus.FAILED, failure
+        return TransferStatus.OK, None
 
     def _write(self, write: Write) -> None:
         path, fsync = self.folder.path(write.info.key), self.options.fsync
@@ -294,8 +275,3 @@ class NvmeBackend(StorageBackend):
     def _check(self) -> None:
         if self._closed:
             raise ClosedError(f"the nvme tier at {self.folder.root} is closed")
-
-
-def _release(write: Write) -> None:
-    for part in write.parts:
-        part.hold.release()

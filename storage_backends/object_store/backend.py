@@ -24,6 +24,7 @@ from cacheflow.storage_backends.object_store.names import folder_of, key_of, pat
 from cacheflow.storage_backends.object_store.opening import check, make_store
 from cacheflow.storage_backends.object_store.problems import STORE_ERRORS, is_full, problem
 from cacheflow.storage_backends.object_store.settings import ObjectStoreOptions
+from cacheflow.storage_backends.storing import store_on_threads
 from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
 
@@ -110,22 +111,7 @@ class ObjectStoreBackend(StorageBackend):
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         self._flights.check_open()
         check_writes(writes)
-        for write in writes:
-            for part in write.parts:
-                part.hold.acquire()
-        start = time.monotonic()
-        jobs = [
-            self._writers.start(
-                partial(self._write_and_release, write, start), partial(_release, write)
-            )
-            for write in writes
-        ]
-        try:
-            return list(await asyncio.gather(*(asyncio.shield(job.done) for job in jobs)))
-        except BaseException:
-            for job in jobs:
-                self._writers.withdraw(job)
-            raise
+        return await store_on_threads(self._writers, writes, self._put)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Two requests an object: deleting alone does not tell whether there was one."""
@@ -259,17 +245,13 @@ class ObjectStoreBackend(StorageBackend):
 
     # -- on threads ----------------------------------------------------------------------------
 
-    def _write_and_release(self, write: Write, start: float) -> TransferResult:
+    def _put(self, write: Write) -> tuple[TransferStatus, BackendError | None]:
         try:
             self._write(write)
         except STORE_ERRORS as error:
             status = TransferStatus.FULL if is_full(error) else TransferStatus.FAILED
-            failure = problem(error, "store", self.where)
-            return TransferResult(write, status, 0, time.monotonic() - start, failure)
-        finally:
-            _release(write)
-        seconds = time.monotonic() - start
-        return TransferResult(write, TransferStatus.OK, write.nbytes, seconds)
+            return status, problem(error, "store", self.where)
+        return TransferStatus.OK, None
 
     def _write(self, write: Write) -> None:
         part_bytes = self.options.part_bytes
@@ -290,8 +272,3 @@ def _ours(page: Sequence[Mapping[str, object]]) -> list[Listed]:
             assert isinstance(size, int)
             entries.append(Listed(key, path, size, None if tag is None else str(tag).strip('"')))
     return entries
-
-
-def _release(write: Write) -> None:
-    for part in write.parts:
-        part.hold.release()
