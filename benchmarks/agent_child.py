@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import uvloop
+from agent_pauses import branches, pauses
 from agent_script import Script
 
 from cacheflow.session import CacheFlow, Generation
@@ -61,6 +62,12 @@ class Life:
     """After each answer, as a server does that needs the memory while the tool runs."""
     answers: tuple[tuple[int, ...], ...] = ()
     """By turn: where given, no way makes the conversation go on, but these do."""
+    chunk: int = 256
+    """Tokens of the stored unit."""
+    restores: tuple[float, ...] = ()
+    """By turn: where more than 0, pauses are measured by this restore's seconds."""
+    branches: int = 0
+    """So many go on from the last context, resumed together."""
     calibrate: int | None = None
     """Recompute the prompt of this turn at the end, and say how long it takes."""
 
@@ -92,6 +99,9 @@ class _Server:
         for turn in range(self.life.first, self.life.stop):
             self.say(await self._turn(turn))
         end: dict[str, Any] = {"tokens": self.tokens}
+        if self.life.branches:
+            results = [self.script.result(1 + i) for i in range(self.life.branches)]
+            end["forked"] = await branches(self.flow, self.tokens, results)
         if self.life.calibrate is not None:
             end["calibrated"] = await self._calibrate(self.prompts[self.life.calibrate])
         self.say(end)
@@ -101,16 +111,25 @@ class _Server:
         self.prompts[turn] = prompt
         ways, found = self.life.ways, {}
         answer: list[int] = []
-        first = turn % len(ways)
-        for way in (*ways[first:], *ways[:first]):
+        first = turn % len(ways) if ways else 0
+        for way in (*ways[first:], *ways[:first]) if ways else ():
             # The first turn finds nothing stored: there is nothing to compare.
             if turn or way == LIVE:
                 made, found[way] = await self._answer(prompt, way)
                 answer = made if way == LIVE else answer
+        paused = {}
+        if self.life.restores and (seconds := self.life.restores[turn]):
+            paused = await pauses(self.flow, self.tokens, prompt, seconds)
         if self.life.answers:
             answer = list(self.life.answers[turn])
         self.tokens = prompt + answer
-        return {"turn": turn, "context": len(prompt), "answer": answer, "ways": found}
+        return {
+            "turn": turn,
+            "context": len(prompt),
+            "answer": answer,
+            "ways": found,
+            "pauses": paused,
+        }
 
     async def _answer(self, prompt: Sequence[int], way: str) -> tuple[list[int], dict[str, Any]]:
         """Full and stored where the conversation is to go on with it, else its beginning only."""
@@ -182,7 +201,9 @@ async def live(life: Life, say: Say) -> None:
     """From opening the model to closing the store; ``say`` gets each turn, and the end."""
     from cacheflow.plugins.transformers import TransformersEngine
 
-    engine = await TransformersEngine.open_model(life.model, dtype="float32", threads=life.threads)
+    engine = await TransformersEngine.open_model(
+        life.model, dtype="float32", threads=life.threads, chunk_tokens=life.chunk
+    )
     try:
         async with CacheFlow.open(settings_of(life), engine=engine) as flow:
             await _Server(life, engine, flow, say).run()

@@ -1,4 +1,4 @@
-"""The OpenAI Agents SDK: an agent with a function tool."""
+"""The OpenAI Agents SDK: an agent with a function tool, over ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import serving
 from agents import (
     Agent,
     ModelSettings,
-    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     function_tool,
     set_tracing_disabled,
@@ -30,7 +30,7 @@ async def main(url: str) -> None:
             name="guide",
             instructions=HANDBOOK,
             tools=[weather],
-            model=OpenAIChatCompletionsModel(MODEL, client),
+            model=OpenAIResponsesModel(MODEL, client),
             # Once: after a call the SDK leaves the choice to the model again.
             model_settings=ModelSettings(
                 tool_choice="weather",

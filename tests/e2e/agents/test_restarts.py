@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from agent_child import LIVE, Life, live
-from bench_agents import Lived, identical, lived_on
+from agent_report import identical
+from bench_agents import lived_on
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +29,7 @@ def life(model_folder: Path, tmp_path: Path) -> Life:
         ways=(LIVE,),
         tokens=[],
         forget=False,
+        chunk=64,
     )
 
 
@@ -45,7 +47,6 @@ async def test_forgotten_and_restarted_an_agent_says_the_same(life: Life, tmp_pa
         forget=True,
     )
     agent = await lived_on(forgetful, 1, lambda: None)
-    assert isinstance(agent, Lived)
     for before, after in zip(never, agent.turns, strict=True):
         assert identical(before["answer"], after["answer"], after["ways"])
     for turn in agent.turns[1:]:
