@@ -79,6 +79,8 @@ class Directory:
         self._reads: dict[int, Any] = {}
         """The tier's entry of every leased slot, by generation, and how many clients lease it."""
         self._filling: dict[int, _Filling] = {}
+        self._opening = 0
+        """Bytes of slots that are being opened for clients."""
         self._promoting: dict[ObjectKey, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -179,9 +181,14 @@ class Directory:
         if isinstance(info, str):
             return info
         most = int(self.arena.memory.nbytes * _UNCOMMITTED_SHARE)
-        if self.grants.uncommitted and self.grants.uncommitted_bytes + info.nbytes > most:
+        coming = self.grants.uncommitted_bytes + self._opening
+        if coming and coming + info.nbytes > most:
             return "busy: too much is being written"
-        filling = await self._open(info)
+        self._opening += info.nbytes
+        try:
+            filling = await self._open(info)
+        finally:
+            self._opening -= info.nbytes
         if isinstance(filling, str):
             self.counts["refused"] += 1
             return filling

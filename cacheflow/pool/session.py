@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Refusal", "Session"]
 
 _log = logging.getLogger(__name__)
-_HELLO_SECONDS: Final = 5.0
+_HELLO_SECONDS: Final = 3.0
 _AT_ONCE: Final = 64
 """Requests of one connection that run at the same time."""
 _SEND_SECONDS: Final = 10.0
