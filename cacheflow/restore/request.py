@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cacheflow.types import RequestSpec, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cacheflow.kv import Stamp
     from cacheflow.tiers import Located
@@ -34,6 +34,9 @@ class RestoreRequest:
     """When the first token is wanted, on the restorer's clock."""
     stamp: Stamp | None = None
     """Whose chunks are taken; None: the restorer's."""
+    broke_off: Callable[[int, Sequence[Segment]], None] | None = None
+    """Told, when the restore is cancelled, how many leading tokens are restored all the same (whole
+    tiles), and how they were computed."""
 
     def spec(
         self, layout: KVLayout, grid: TileGrid, stored: int | None = None, *, fed: bool = False

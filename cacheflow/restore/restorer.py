@@ -378,6 +378,10 @@ class Restorer:
         if job.loads:
             await asyncio.wait(list(job.loads))
         await self._compute.idle(job)
+        if job.request.broke_off is not None and job.done.cancelled() and job.admitted:
+            done = self.scheduler.complete_tokens(job.spec.id)
+            known = job.provenance(self.recomputer.grid_id)
+            job.request.broke_off(done, [s for s in known if s.stop <= done])
         try:
             for start in self.scheduler.paused_tiles(job.spec.id):
                 await self.recomputer.discard(job.spec.id, start)

@@ -126,6 +126,14 @@ class BatchScheduler(Ranking):
             if frontier is not None:
                 frontier.part()
 
+    def complete_tokens(self, request_id: str) -> int:
+        """Leading tokens of the prefix whose KV is complete: whole tiles that nothing works on."""
+        frontier = self._requests.get(request_id)
+        if frontier is None:
+            return 0
+        with self._gate:
+            return frontier.complete_tokens
+
     def restored(self, request_id: str) -> bool:
         """Whether every cell of the prefix is ready."""
         return self._requests[request_id].restored

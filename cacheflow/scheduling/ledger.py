@@ -253,6 +253,13 @@ class Ledger:
         return self.tiles[first].tile.start if first >= 0 else self.spec.prefix_tokens
 
     @property
+    def complete_tokens(self) -> int:
+        """First token of the lowest tile that is not complete, or is being worked on."""
+        unfinished = self._open | self._running
+        first = (unfinished & -unfinished).bit_length() - 1
+        return self.tiles[first].tile.start if first >= 0 else self.spec.prefix_tokens
+
+    @property
     def last_free(self) -> int:
         """First token of the highest tile with free cells (0 without one)."""
         return self.tiles[self._has_free.bit_length() - 1].tile.start if self._has_free else 0

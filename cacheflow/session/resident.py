@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from cacheflow.errors import CapacityError, ClosedError
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.session.prompts import agreeing
+from cacheflow.types import Span
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from cacheflow.restore import RestoreRequest
     from cacheflow.session.flow import CacheFlow
     from cacheflow.session.session import Session
-    from cacheflow.types import ChunkKey
+    from cacheflow.types import ChunkKey, Segment
 
 __all__ = ["Resident"]
 
@@ -41,6 +42,12 @@ class Resident:
         self._owner = owner
         self._rest: Sequence[int] = ()
         """Tokens that the request has behind them."""
+        self._rest_keys: Sequence[ChunkKey] = ()
+        """Of leading chunks of all these tokens together."""
+        self._salvaged = 0
+        """How many of the rest a restore that was cancelled has restored."""
+        self._is_part = False
+        """Whether what is here was left by one: what follows may be stored, too."""
         self._former: str | None = None
         """The request before this one, whose :attr:`tokens` are: until its tiles are shared."""
 
@@ -54,8 +61,9 @@ class Resident:
         size = self._flow.engine.layout.chunk_tokens
         return self.keys[: agreeing(self.tokens, prompt) // size]
 
-    async def take(self, prompt: Sequence[int]) -> int:
+    async def take(self, prompt: Sequence[int], keys: Sequence[ChunkKey]) -> int:
         """Make room for ``prompt``; returns how many of its tokens are there, the last never.
+        ``keys``: of its whole chunks.
 
         Raises:
             CapacityError: there is no KV memory for it; what was there is there still.
@@ -64,7 +72,9 @@ class Resident:
         same = agreeing(self.tokens, prompt)
         kept = min(same, len(prompt) - 1)
         # What comes behind a divergence may be stored: to be looked for if it is the longer part.
-        if kept and (same == len(self.tokens) or len(prompt) - kept <= kept):
+        goes_on = same == len(self.tokens) or len(prompt) - kept <= kept
+        self._rest_keys = keys
+        if kept and goes_on and not self._is_part:
             await self.cut(kept)
             request = self.opened()
             await self.with_room(lambda: self._flow.engine.extend(request, prompt[kept:]))
@@ -84,6 +94,7 @@ class Resident:
         self._flow.restorer.withdraw(request)  # or somebody would begin to share what is going
         await self._flow.saver.release([request], patience)
         await self.with_room(lambda: self._flow.engine.truncate(request, tokens))
+        self._check(request)
         self.tokens = self.tokens[:tokens]
         self.keys = self.keys[: tokens // self._flow.engine.layout.chunk_tokens]
         self._offer()
@@ -111,11 +122,13 @@ class Resident:
         await self.with_room(open_it)
         if self.request != request:
             await self._flow.engine.close(request)
-            self.opened()
+        self._check(request)
 
     async def restored(self, asked: RestoreRequest) -> None:
         """The prompt that was taken is complete."""
+        self._check(asked.id)
         self.tokens, self.keys, self._rest = list(asked.tokens), asked.keys, ()
+        self._is_part = False
         former, self._former = self._former, None
         self._offer()
         if former is not None:
@@ -123,12 +136,18 @@ class Resident:
 
     def appends(self, token: int) -> None:
         """The request is about to get another token."""
-        self._rest = [token]
+        self._rest, self._rest_keys = [token], ()
 
     def appended(self) -> None:
         """Its KV is complete."""
         self.tokens += self._rest
         self._rest = ()
+
+    def salvage(self, tokens: int, segments: Sequence[Segment]) -> None:
+        """The restore of the prompt was cancelled; so many leading tokens of it are restored."""
+        if self.request is not None and self._former is None and tokens > len(self.tokens):
+            self._flow.engine.set_segments(self.request, Span(0, tokens), segments)
+            self._salvaged = tokens
 
     async def settle(self) -> None:
         """A turn broke off, nothing is under way: keep the KV that is complete."""
@@ -141,7 +160,8 @@ class Resident:
             return
         if not self._rest:
             return
-        done = len(self.tokens)
+        done, self._salvaged = max(len(self.tokens), self._salvaged), 0
+        self._is_part = self._is_part or done > len(self.tokens)
         try:
             for segment in sorted(engine.segments(request), key=lambda s: s.start):
                 if segment.start <= done < segment.stop:
@@ -149,17 +169,22 @@ class Resident:
             if not done:
                 raise CapacityError("nothing is complete")
             await engine.truncate(request, done)
+            self._check(request)
         except (CapacityError, ClosedError):  # not worth forgetting others for
-            await self.drop()
+            if self.request == request:
+                await self.drop()
             return
         self.tokens += self._rest[: done - len(self.tokens)]
         self._rest = ()
+        self.keys = self._rest_keys[: done // engine.layout.chunk_tokens] or self.keys
+        self._offer()
 
     async def drop(self, patience: float = 0.0) -> None:
         """Forget all; ``patience``: seconds for what is still to be stored to find room."""
         requests = self.requests
         self.request = self._former = None
         self.tokens, self.keys, self._rest = [], (), ()
+        self._salvaged, self._is_part = 0, False
         if requests:
             self._flow.changed(self._owner)
             await self._end(requests, patience)
@@ -173,7 +198,11 @@ class Resident:
         except BaseException:
             self.request = None
             raise
+        if self.request != mine:
+            await self._flow.engine.close(mine)
+        self._check(mine)
         self.tokens, self.keys = source.tokens[:count], source.keys
+        self._is_part = source._is_part
         self._flow.changed(self._owner)
         self._offer()
 
@@ -196,6 +225,11 @@ class Resident:
     def _offer(self) -> None:
         request = self.opened()
         self._flow.restorer.offer(request, self.keys, self._flow.engine.segments(request))
+
+    def _check(self, request: str) -> None:
+        """After an await: it may have been forgotten, or used anew since then."""
+        if self.request != request:
+            raise ClosedError(f"{self.name} was forgotten meanwhile")
 
     def opened(self) -> str:
         """Its request; ClosedError if it was forgotten."""

@@ -66,7 +66,7 @@ class Turn:
         flow, kv, ask = self._flow, self._kv, self._ask
         known = kv.known_keys(ask.tokens)
         keys = await flow.keys_in_pieces(self._tenant.root, ask.tokens, known)
-        resident = await kv.take(ask.tokens)
+        resident = await kv.take(ask.tokens, keys)
         self._request = kv.opened()
         request = RestoreRequest(
             self._request,
@@ -77,6 +77,7 @@ class Turn:
             ask.priority,
             ask.deadline,
             self._tenant.stamp,
+            kv.salvage,
         )
         restoration = await flow.restorer.run(request, self._policy)
         if restoration.prefix_tokens:

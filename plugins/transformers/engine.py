@@ -172,14 +172,15 @@ class TransformersEngine:
 
     async def truncate(self, request_id: str, tokens: int) -> None:
         """See :meth:`cacheflow.abc.Engine.truncate`."""
-        request = self._requests.get(request_id)
-        while request.busy:
+        while (request := self._requests.get(request_id)).busy:
             await asyncio.wait(list(request.busy))
         if not self._requests.cut(request, tokens):
             twin = f"{request_id}/cut"
             await self.fork(request_id, twin, tokens)
-            self._requests.swap(request_id, twin)
-            await self.close(twin)
+            try:
+                self._requests.swap(request_id, twin)
+            finally:
+                self._requests.close(twin)  # not awaited: cancelled now, it would be half done
 
     def _copy_tail(self, source: OpenRequest, made: OpenRequest) -> None:
         last = made.pages[-1]

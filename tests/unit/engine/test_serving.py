@@ -73,12 +73,16 @@ async def test_prompts_at_the_edges(
         assert await generate(engine, "a", 4) == expected
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-async def test_a_batch_decodes_as_its_rows_do_alone(engine_for: Engines, family: str) -> None:
+async def test_a_batch_decodes_as_its_rows_do_alone(
+    engine_for: Engines, family: str, together: bool
+) -> None:
     """Requests of different lengths decode together without padding, each as if it were alone
-    (field report 131)."""
+    (field report 131); in one product for all rows, as in 16 bits, too."""
     prompts = {f"r{n}": prompt(n, seed=n) for n in (1, 31, 32, 70, 130, 200)}
     async with engine_for(family) as engine:
+        engine.decodes_together = together
         alone, first = {}, {}
         for name, tokens in prompts.items():
             await engine.open(name, tokens)
@@ -97,11 +101,13 @@ async def test_a_batch_decodes_as_its_rows_do_alone(engine_for: Engines, family:
         assert made == alone
 
 
-async def test_forks_share_pages_and_go_their_own_ways(engine_for: Engines) -> None:
+@pytest.mark.parametrize("together", [False, True])
+async def test_forks_share_pages_and_go_their_own_ways(engine_for: Engines, together: bool) -> None:
     """Forks hold the whole pages of their source once, copy the last one, decode together as they
     would alone, and leave nothing behind whoever is closed first."""
     tokens = prompt(150)
     async with engine_for() as engine:
+        engine.decodes_together = together
         await engine.open("root", tokens)
         await engine.prefill("root")
         used = engine.kv_used_bytes
@@ -133,6 +139,7 @@ async def test_forks_share_pages_and_go_their_own_ways(engine_for: Engines) -> N
 async def test_rows_that_share_a_page_need_not_be_neighbours(engine_for: Engines) -> None:
     """A stranger between two forks changes nothing for any of the three."""
     async with engine_for() as engine:
+        engine.decodes_together = True
         await engine.open("root", prompt(100))
         await engine.prefill("root")
         await engine.open("stranger", prompt(100, seed=7))
@@ -163,6 +170,67 @@ async def test_a_fork_at_a_page_edge_copies_nothing(engine_for: Engines) -> None
         assert engine.segments("fork") == engine.segments("root")[:2]
         with pytest.raises(ValueError, match="128 tokens, not 129"):
             await engine.fork("root", "other", 129)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_cut_request_goes_on_as_one_that_was_never_longer(
+    engine_for: Engines, shared: bool
+) -> None:
+    """Anywhere in a page, shared or not: its next tokens are those of a request of its own, what
+    others share is as it was, and the pages behind the cut are free."""
+    tokens, ending = prompt(150), prompt(20, seed=9)
+    async with engine_for() as engine:
+        for cut in (1, 31, 32, 100, 128, 149, 150):
+            await engine.open("alone", tokens[:cut] + ending)
+            await engine.prefill("alone")
+            expected = await generate(engine, "alone", 4)
+            await engine.close("alone")
+            await engine.open("cut", tokens)
+            await engine.prefill("cut")
+            if shared:
+                await engine.open("keeps", tokens)
+                engine.share("cut", "keeps", 128)
+            before = [tensor.clone() for layer in range(3) for tensor in engine.kv("cut", layer)]
+            await engine.truncate("cut", cut)
+            pages = engine.grid.index_at(cut - 1) + 1
+            assert len(engine._requests.get("cut").pages) == pages
+            assert all(segment.stop <= cut for segment in engine.segments("cut"))
+            await engine.extend("cut", ending)
+            await engine.prefill("cut", cut)
+            assert await generate(engine, "cut", 4) == expected
+            if shared:
+                kept = [tensor for layer in range(3) for tensor in engine.kv("keeps", layer, 128)]
+                for mine, old in zip(kept, before, strict=True):
+                    assert torch.equal(mine, old[:, :128])
+                await engine.close("keeps")
+            await engine.close("cut")
+            assert engine.kv_used_bytes == 0
+
+
+async def test_what_cannot_be_cut(engine_for: Engines) -> None:
+    """Fewer tokens than are kept, none at all, a closed request; and where the last page is shared
+    and no memory is left for a copy, nothing has changed."""
+    async with engine_for() as engine:
+        token_bytes = engine.layout.token_bytes
+        await engine.open("a", prompt(150))
+        for wrong in (0, 151):
+            with pytest.raises(ValueError, match="150 tokens"):
+                await engine.truncate("a", wrong)
+        await engine.close("a")
+        with pytest.raises(ClosedError):
+            await engine.truncate("a", 1)
+    async with engine_for(kv_bytes=256 * token_bytes) as engine:
+        await engine.open("a", prompt(128))
+        await engine.prefill("a")
+        await engine.open("b", prompt(128))
+        engine.share("a", "b", 128)
+        await engine.open("c", prompt(128, seed=3))
+        with pytest.raises(CapacityError):
+            await engine.truncate("a", 100)
+        assert len(engine._requests.get("a").tokens) == 128
+        await engine.close("c")
+        await engine.truncate("a", 100)
+        assert engine.open_requests == ["a", "b"]
 
 
 async def test_bad_prompts(engine_for: Engines) -> None:

@@ -13,7 +13,7 @@ from cacheflow.session import Generation
 from tests.unit.session.conftest import cold, prompt_of
 
 if TYPE_CHECKING:
-    from cacheflow.types import TileWork
+    from cacheflow.types import Read, TileWork
     from tests.unit.session.conftest import Opened
 
 
@@ -154,6 +154,45 @@ async def test_a_turn_cancelled_in_its_suffix_keeps_what_was_there(opened: Opene
         assert session.resident_tokens == 256
         report = await play.ask(session, history)
         assert report.usage.resident_tokens == 256
+
+
+async def test_a_cancelled_restore_keeps_its_whole_tiles(opened: Opened) -> None:
+    """What a restore had ready from the first token on is not restored again by the next turn,
+    which looks up the rest."""
+    async with opened() as play:
+        session, reached, go = play.flow.session("s"), asyncio.Event(), threading.Event()
+        prompt = prompt_of(600)
+        await play.ask(session, prompt)
+        await play.flow.flush()
+        await session.forget()
+        loop = asyncio.get_running_loop()
+
+        def stop_at(work: TileWork, layer: int) -> None:
+            if work.tile.start >= 256:
+                loop.call_soon_threadsafe(reached.set)
+                assert go.wait(10)
+
+        async def hold(read: Read) -> None:
+            await asyncio.Event().wait()
+
+        play.engine.before_layer, play.store.before_read = stop_at, hold
+        task = asyncio.create_task(play.ask(session, prompt))
+        await reached.wait()
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert session.resident_tokens == 256
+        play.store.before_read = None
+        blocks = play.engine.published + play.engine.recomputed
+        report = await play.ask(session, prompt)
+        assert report.usage.resident_tokens == 256
+        assert report.usage.cached_tokens == 592
+        layers = play.engine.layout.num_layers
+        assert play.engine.published + play.engine.recomputed - blocks <= (592 - 256) // 16 * layers
+        assert len(play.engine.open_requests) == 1
 
 
 async def test_forgotten_during_a_turn(opened: Opened) -> None:
