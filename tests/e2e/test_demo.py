@@ -1,4 +1,5 @@
-"""The demo and the quickstart as people run them, on a tiny random model with real files."""
+"""The demo, the quickstart and the agent's picture as people run them, on a tiny random model with
+real files."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-_QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+_QUICKSTART = _EXAMPLES / "quickstart.py"
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,20 @@ def test_quickstart_restores_what_it_forgot(
     assert resumed.splitlines()[0] == answer
     assert " 0 of them stored" in first
     assert " 0 of them stored" not in resumed
+
+
+def test_agent_picture_compares_four_servers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three turns of an agent on each server: the same answers, and a picture of the TTFTs."""
+    picture = tmp_path / "ttft.png"
+    monkeypatch.setenv("TURNS", "3")
+    monkeypatch.setenv("PICTURE", str(picture))
+    monkeypatch.setattr("cacheflow.plugins.transformers.prepare_smollm2", lambda: model)
+    results = runpy.run_path(str(_EXAMPLES / "agent_ttft.py"))["results"]
+    assert [len(ttft) for ttft, _ in results.values()] == [3] * 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "the answers of all are the same" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 2), (6, 3), (16, 8)])
