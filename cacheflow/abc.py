@@ -93,7 +93,7 @@ class StorageBackend(ABC):
         """
 
     def borrow(self, extents: Sequence[Extent]) -> Loan | None:
-        """Lend stored bytes where they lie, one part for each extent; None: nothing is ever lent.
+        """Lend stored bytes where they lie, one part for each extent; None: load them instead.
 
         For stores in this process's memory, whose bytes need not be copied to be read. A lent view
         is read-only and stays as it is until the loan is given back, whatever is stored, evicted,

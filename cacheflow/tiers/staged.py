@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from cacheflow.abc import StorageBackend
 from cacheflow.tiers.ranks import rank_of
-from cacheflow.types import Capabilities, TransferResult, TransferStatus
+from cacheflow.types import Buffer, Capabilities, Lent, Loan, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cacheflow.memory import Lease
     from cacheflow.tiers.ranks import Rank
-    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
+    from cacheflow.types import ChunkInfo, ChunkKey, Extent, ObjectKey, Read, Write
 
 __all__ = ["STAGED_CHANNEL", "Copy", "StagedCopies"]
 
@@ -59,8 +59,8 @@ class Copy:
 class StagedCopies(StorageBackend):
     """The copies that wait, by key. ``settle`` is awaited before a lookup is answered.
 
-    Only lookups and loads are for everybody; who stages copies adds and removes them. Loop-owned
-    but for the bytes, which one thread copies.
+    Only lookups, loads and loans are for everybody; who stages copies adds and removes them.
+    Loop-owned but for the bytes, which one thread copies.
     """
 
     name: ClassVar[str] = STAGED_CHANNEL
@@ -130,6 +130,34 @@ class StagedCopies(StorageBackend):
             for job in copying:
                 if job is not None:
                     job.cancel()
+
+    def borrow(self, extents: Sequence[Extent]) -> Loan | None:
+        """Whoever borrows is one more user. None if some of it has gone to its tier by now."""
+        places = [self._place(extent) for extent in extents]
+        copies = [place[0] for place in places if place is not None]
+        if len(copies) < len(extents):
+            return None
+        for copy in copies:
+            copy.users += 1
+
+        def give_back() -> None:
+            for copy in copies:
+                self.leave(copy)
+
+        return Loan([place[1] for place in places if place is not None], give_back)
+
+    def _place(self, extent: Extent) -> tuple[Copy, Lent] | None:
+        """Where the bytes lie; None if they do not lie in one piece of a copy."""
+        copy, at = self._copies.get(extent.key.chunk), extent.offset
+        if copy is None or copy.write.info.key != extent.key:
+            return None
+        for part in copy.write.parts:
+            if at >= 0 and at + extent.nbytes <= part.nbytes and part.view is not None:
+                view = part.view.toreadonly()[at : at + extent.nbytes]
+                buffer = Buffer(part.address + at, extent.nbytes, part.kind, view, part.hold)
+                return copy, Lent(extent, TransferStatus.OK, buffer)
+            at -= part.nbytes
+        return None
 
     def _begin(self, read: Read) -> Future[None] | None:
         """Begin to copy; both ends are held until that has ended or is known not to begin."""

@@ -11,7 +11,7 @@ import cacheflow.restore.writer
 import cacheflow.tiers.staged
 from cacheflow.kv import verify
 from cacheflow.memory import buffer_from
-from cacheflow.types import Read, Span, TransferStatus
+from cacheflow.types import Extent, Read, Span, TransferStatus
 from tests.unit.restore.saving import (
     CHUNKS,
     Gated,
@@ -83,3 +83,39 @@ async def test_a_copy_that_is_being_read_outlives_its_store() -> None:
             tier.gate.release()
         await results.aclose()
         await until(lambda: not any(read.buffer.hold.in_flight for read in reads))
+
+
+@pytest.mark.usefixtures("patient")
+async def test_what_is_queued_is_lent_and_later_loaded() -> None:
+    """What waits is read where it lies, and stays there, though it is stored meanwhile, until it is
+    given back; what has gone to its tier is not lent."""
+    tier = Gated()
+    tier.gate = asyncio.Semaphore(0)
+    async with rig({"t": tier}) as r:
+        keys = await r.open("r")
+        r.saver.save("r", keys)
+        infos = [infos[0] for infos in await r.staged.lookup(keys)]
+        layers = [Span(0, 4), Span(1, 3)]
+        extents = [Extent(i.key, *i.layer_range(some)) for i in infos for some in layers]
+        loan = r.staged.borrow(extents)
+        assert loan is not None
+        for _ in range(CHUNKS):
+            tier.gate.release()
+        assert await r.saver.flush(20)
+        assert r.staged_chunks == CHUNKS
+        ranges = [(info, some) for info in infos for some in layers]
+        for part, (info, some) in zip(loan.parts, ranges, strict=True):
+            assert part.buffer is not None
+            assert part.buffer.view is not None
+            assert part.buffer.view.readonly
+            verify(info, some, part.buffer.view)
+        again = r.staged.borrow(extents[:1])
+        loan.release()
+        loan.release()
+        assert r.staged_chunks == 1
+        assert r.staged.borrow(extents[:3]) is None
+        assert again is not None
+        again.release()
+        assert r.staged_chunks == 0
+        assert r.staged.borrow(extents[:1]) is None
+        assert tier.reads == 0
