@@ -22,6 +22,7 @@ __all__ = [
     "PipelinePlan",
     "StageCosts",
     "StagePlan",
+    "best_split",
     "fluid_seconds",
     "plan_stages",
     "worth_storing",
@@ -83,7 +84,7 @@ def plan_stages(stages: Sequence[StageCosts]) -> PipelinePlan:
     """The fastest of the three modes; loading where recompute does not help."""
     plans = {
         Mode.LOAD: tuple(StagePlan(0, sum(stage.kv)) for stage in stages),
-        Mode.INDEPENDENT: tuple(_meeting(stage, list(stage.compute)) for stage in stages),
+        Mode.INDEPENDENT: tuple(map(best_split, stages)),
         Mode.DEPENDENT: _dependent(stages),
     }
     seconds = {mode: max(stage.seconds for stage in plan) for mode, plan in plans.items()}
@@ -105,7 +106,7 @@ def worth_storing(stage: StageCosts, doubt: float = 2.0) -> int:
         [seconds * doubt for seconds in stage.kv],
         [seconds * doubt for seconds in stage.hidden],
     )
-    return _meeting(doubted, list(doubted.compute)).units
+    return best_split(doubted).units
 
 
 def fluid_seconds(stage: StageCosts) -> float:
@@ -126,17 +127,16 @@ def fluid_seconds(stage: StageCosts) -> float:
     return max(computed, loaded)
 
 
-def _meeting(stage: StageCosts, ends: Sequence[float], most: int | None = None) -> StagePlan:
-    """The best number of leading units to recompute, unit by unit.
+def best_split(stage: StageCosts) -> StagePlan:
+    """The best number of leading units for one stage to recompute from its own activations.
 
-    ``ends``: compute seconds of each unit, which follow one another. The activation of the last
-    unit is loaded whole even if only its lower layers are recomputed.
+    The activation of the last unit is loaded whole even if only its lower layers are recomputed.
     """
     best = StagePlan(0, sum(stage.kv))
     computed, loaded = 0.0, best.seconds
-    for unit, (compute, kv, hidden) in enumerate(zip(ends, stage.kv, stage.hidden, strict=True)):
-        if most is not None and unit >= most:
-            break
+    for unit, (compute, kv, hidden) in enumerate(
+        zip(stage.compute, stage.kv, stage.hidden, strict=True)
+    ):
         loaded += hidden
         share = min(1.0, max(0.0, (loaded - computed) / (compute + kv or 1.0)))
         seconds = max(computed + share * compute, loaded - share * kv)

@@ -15,10 +15,12 @@ from cacheflow.distributed.stages import Mode, StageCosts, plan_stages
 from cacheflow.errors import PeerError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cacheflow.abc import Staged
     from cacheflow.restore.request import Job
     from cacheflow.restore.restorer import Restorer
-    from cacheflow.types import ComputeDone, Coverage
+    from cacheflow.types import ComputeDone, Coverage, Tile
 
 __all__ = ["StageDriver"]
 
@@ -63,7 +65,7 @@ class StageDriver:
         if self._broken is not None:
             raise PeerError(str(self._broken)) from self._broken
         shared = self._shared[job.spec.id] = _Shared(settled=self.engine.is_last)
-        shared.mode = self._choose(job)
+        shared.mode = self.mode or self.expected(job.spec.tiles)
         request = job.request
         same = (len(request.tokens), request.resident, job.spec.prefix_tokens)
         lacks = self._lacks(job, shared)
@@ -163,23 +165,22 @@ class StageDriver:
 
     # -- how ------------------------------------------------------------------------------------
 
-    def _choose(self, job: Job) -> Mode:
-        """Own activations, unless waiting for the stages before is expected to be faster: by what
-        was measured here, as if all stages were alike."""
-        if self.mode is not None or self.engine.boundary is None:
-            return self.mode or Mode.INDEPENDENT
-        outlook = self._restorer.scheduler.costs(job.spec.tiles)
+    def expected(self, tiles: Sequence[Tile]) -> Mode:
+        """What should be fastest for a prefix of ``tiles``, by what was measured here and as if all
+        stages were alike: own activations while nothing is known."""
+        if self.engine.boundary is None:
+            return Mode.INDEPENDENT
+        outlook = self._restorer.scheduler.costs(tiles)
         if outlook is None:
             return Mode.INDEPENDENT
         compute, speed = outlook
-        layout, layers = self.engine.shard.layout, job.spec.num_layers
-        chunks = [tile.width / layout.chunk_tokens for tile in job.spec.tiles]
+        layout = self.engine.shard.layout
+        chunks = [tile.width / layout.chunk_tokens for tile in tiles]
         kv = [count * layout.payload_bytes() / speed for count in chunks]
         hidden = [count * self.engine.boundary.layout.payload_bytes() / speed for count in chunks]
-        costs = StageCosts([layers * seconds for seconds in compute], kv, hidden)
+        costs = StageCosts([layout.num_layers * seconds for seconds in compute], kv, hidden)
         first = StageCosts(costs.compute, costs.kv, [0.0] * len(kv))
-        plan = plan_stages([first, *[costs] * (self.engine.num_stages - 1)])
-        return plan.mode
+        return plan_stages([first, *[costs] * (self.engine.num_stages - 1)]).mode
 
     def _lacks(self, job: Job, shared: _Shared) -> list[int]:
         """Tiles, by first token, that no channel is to feed."""

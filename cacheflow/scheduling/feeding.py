@@ -169,6 +169,10 @@ class Feeding(Expectations):
     def _tiles_at(self, start: int) -> Iterable[int]:
         return (t for t, state in enumerate(self.tiles) if state.tile.start == start)
 
+    def _suffix_layer(self) -> float:
+        """Nothing hides behind a suffix that has not come yet."""
+        return super()._suffix_layer() if self.suffix_fed[0] else 0.0
+
     # -- what is worth loading -----------------------------------------------------------------
 
     def next_feed(self, channel: str, now: float) -> Reach | None:
@@ -199,6 +203,9 @@ class Feeding(Expectations):
 
     def _worth_feeding(self, t: int, channel: str, now: float) -> bool:
         """Whether all would be done sooner with tile ``t`` fed, and whether it is time."""
+        nbytes = self._hidden_strides[channel] * len(self._feeds[t].missing)
+        if nbytes >= self._bytes_of(t):
+            return False
         ahead = [i for i in self._free_tiles() if i < t]
         cost, left = self._outlook.layer_seconds(self.tiles[t].work), self.loads_left(now)
         speed = sum(self._outlook.channel(c).bandwidth or 0.0 for c in self._strides)
@@ -207,7 +214,6 @@ class Feeding(Expectations):
         if not self.begun and not self.policy.begin(self._gain(now)):
             return False
         model = self._outlook.channel(channel)
-        nbytes = self._hidden_strides[channel] * len(self._feeds[t].missing)
         computed = sum(map(self._seconds_of, ahead)) + self._outlook.current_left(now)
         queued = model.in_flight_bytes + _AHEAD * nbytes
         if computed > model.latency + queued / (model.bandwidth or speed):

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RankError", "Ranks", "Seat", "run_ranks"]
 
-_PRELOAD: Final = ("torch", "torch.distributed", "transformers", "cacheflow.session", "uvloop")
+_PRELOAD: Final = (
+    *("torch", "torch.distributed", "transformers", "transformers.models.llama.modeling_llama"),
+    *("safetensors.torch", "uvloop", "cacheflow.session", "cacheflow.plugins.pipeline"),
+)
 _LOOPBACK: Final = "127.0.0.1"
 
 

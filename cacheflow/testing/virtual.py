@@ -104,6 +104,10 @@ class VirtualRun:
         self.finished_at: dict[str, float] = {}
         self.writes: list[tuple[str, int, int, str]] = []
         """Every cell written: ``(request, tile, layer, source)``."""
+        self.computed_at: dict[int, float] = {}
+        """When compute came out of the last layer of a tile or suffix piece, by its first token."""
+        self.loaded_bytes = {"kv": 0, "hidden": 0}
+        """Delivered by links: KV, and boundary activations."""
         self.compute_busy = 0.0
         self._layer_seconds = layer_seconds
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -114,6 +118,7 @@ class VirtualRun:
         self._admitted: set[str] = set()
         self._over: set[str] = set()
         self._wakes = 0
+        self._layers: dict[str, int] = {}
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Call ``action`` when the clock reads ``when`` (or at the next event, if that is past)."""
@@ -157,6 +162,7 @@ class VirtualRun:
         else:
             self.scheduler.admit(spec, load_policy(policy))
         self._admitted.add(spec.id)
+        self._layers[spec.id] = spec.num_layers
         for each in coverage:
             self.scheduler.extend_coverage(spec.id, each)
 
@@ -237,6 +243,8 @@ class VirtualRun:
         answer = self.scheduler.claim(work, layer)
         if answer is Claim.REFUSED:
             self._computing = None
+            if layer == self._layers.get(work.request_id):
+                self.computed_at[work.tile.start] = self.clock.now()
             self.scheduler.computed(ComputeDone(work, layer, ()))
             self._retire(work.request_id)
             return
@@ -256,6 +264,7 @@ class VirtualRun:
         self.at(done, (lambda: self._land(load)) if outcome else (lambda: self.lose(load)))
 
     def _land(self, load: Load) -> None:
+        self.loaded_bytes["hidden" if load.hidden else "kv"] += load.nbytes
         granted = self.scheduler.commit(load)
         for layer in () if load.hidden else load.layers:
             if granted >> layer & 1:

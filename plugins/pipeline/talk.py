@@ -121,10 +121,10 @@ class Talk:
                 self._early[place] = message
 
     def _lost(self, link: Link, error: BaseException) -> None:
-        reason = (
-            f"rank {link.peer} is gone, says rank {self.rank}: {str(error) or type(error).__name__}"
-        )
-        self._break(reason, link)
+        # torch says where in its sources, then what, then gives advice.
+        said = str(error).rpartition("] ")[2] or str(error)
+        why = said.partition(". ")[0].strip()[:200] or type(error).__name__
+        self._break(f"rank {link.peer} is gone, says rank {self.rank}: {why}", link)
 
     def _break(self, reason: str, link: Link) -> None:
         if self.broken is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cacheflow.distributed import Mode
-from cacheflow.testing.processes import run_ranks
+from cacheflow.testing.processes import Ranks, run_ranks
 from cacheflow.types import LoadEnded, TileGrid
 
 if TYPE_CHECKING:
@@ -207,3 +207,69 @@ def test_stages_restore_bit_for_bit(folder: Path, stages: int) -> None:
         assert found["nothing"]["prefix"] == 0
         if number:
             assert found["corrupt"]["failed"] > 0
+
+
+async def wait_to_be_killed(seat: Seat, folder: str, when: str) -> dict[str, Any]:
+    """A turn that stops in the middle, until a rank dies; what every other rank then says."""
+    import time
+
+    from cacheflow.errors import PeerError
+
+    async with running(seat, folder, deadline=8.0) as rank:
+        await rank.turn(save=True)
+        stored = dict(rank.store.objects)
+
+        async def tell(read: object) -> None:
+            seat.say("busy")
+            await asyncio.sleep(3600.0)
+
+        if when == "loading":
+            rank.store.before_read = tell
+            turn = rank.turn("load")
+        elif seat.rank == 0:
+            seat.say("busy")
+            turn = rank.turn("recompute")
+            await asyncio.to_thread(seat.hear)
+        else:
+            seat.say("busy")
+            turn = rank.turn("recompute")
+        start = time.monotonic()
+        found: dict[str, Any] = {}
+        try:
+            await turn
+        except PeerError as error:
+            found["error"] = str(error)
+        found["seconds"] = time.monotonic() - start
+        try:
+            await rank.turn("load")
+        except PeerError as error:
+            found["again"] = str(error)
+        found["intact"] = stored == rank.store.objects
+        found["left"] = [*rank.engine.open_requests, *map(str, rank.flow.restorer._jobs)]
+        found["staged"] = rank.flow.restorer.pool.leased_bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "victim", "when"), [(2, 1, "loading"), (4, 1, "agreeing"), (4, 3, "loading")]
+)
+def test_a_killed_rank_is_an_error_everywhere(
+    folder: Path, stages: int, victim: int, when: str
+) -> None:
+    """kill -9 of one rank, in the middle of loads or before stages agree: every other rank raises
+    an error that names it, within the deadline, then again at once; no hang, nothing left behind,
+    the stores as they were."""
+    with Ranks(stages, wait_to_be_killed, str(folder), when, deadline=60.0) as ranks:
+        for rank in range(stages):
+            ranks.wait_for(rank, "busy")
+        ranks.kill(victim)
+        if when == "agreeing":
+            ranks.tell(0, "go on")
+        for rank in set(range(stages)) - {victim}:
+            found = ranks.result(rank)
+            assert f"rank {victim} is gone" in found["error"], (rank, found)
+            assert f"rank {victim} is gone" in found["again"], (rank, found)
+            assert found["seconds"] < 8.0, (rank, found)
+            assert found["intact"]
+            assert found["left"] == []
+            assert found["staged"] == 0

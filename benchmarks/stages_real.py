@@ -1,0 +1,214 @@
+"""``bench_stages.py --real``: two stages as processes over gloo, each with a link of its own.
+
+In turns: recompute alone and loads alone (both ranks active, so that they disturb each other as
+they will), then both ends with boundary activations and without. A stage's bound is fluid, from
+its tiles as recompute alone computed them and its bytes as loads alone took them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cacheflow.distributed import Mode, StageCosts, best_split, fluid_seconds
+from cacheflow.testing.processes import run_ranks
+from cacheflow.types import LayersComputed, LoadEnded
+
+if TYPE_CHECKING:
+    import argparse
+
+    from cacheflow.session import CacheFlow
+    from cacheflow.storage_backends.throttled import Link
+    from cacheflow.testing.processes import Seat
+    from cacheflow.types import Event
+
+STAGES: Final = 2
+SUFFIX: Final = 32
+_DEADLINE: Final = 1800.0
+_MIB: Final = 2**20
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of two ranks, put together. Blocking."""
+    from rigs import model_folder
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model_folder(options, Path(scratch))
+        what = (str(folder), options.real_tokens, options.rounds, options.threads)
+        ranks = run_ranks(STAGES, stage, *what, deadline=_DEADLINE)
+    rounds = []
+    for parts in zip(*(rank["rounds"] for rank in ranks), strict=True):
+        bound = max(part["bound"] for part in parts)
+        row = {way: max(part[way] for part in parts) for way in ("load", "both", "waiting")}
+        row |= {"compute": max(part["compute"] for part in parts), "bound": bound}
+        row["efficiency"] = bound / row["both"]
+        row["efficiency_waiting"] = max(part["bound_without"] for part in parts) / row["waiting"]
+        rounds.append(row)
+    last = [rank["rounds"][-1] for rank in ranks]
+    return {
+        "tokens": options.real_tokens,
+        "stages": STAGES,
+        "rounds": rounds,
+        "efficiency": statistics.median(row["efficiency"] for row in rounds),
+        "efficiency_waiting": statistics.median(row["efficiency_waiting"] for row in rounds),
+        "recomputed": [part["recomputed"] for part in last],
+        "hidden_bytes": [part["hidden_bytes"] for part in last],
+        "predicted_hidden_bytes": [part["predicted_hidden_bytes"] for part in last],
+        "kv_bytes": [rank["kv_bytes"] for rank in ranks],
+        "ratio": [rank["ratio"] for rank in ranks],
+        "planner": [rank["planner"] for rank in ranks],
+        "tokens_equal": len({tuple(rank["answers"]) for rank in ranks}) == 1,
+    }
+
+
+async def stage(seat: Seat, folder: str, tokens: int, rounds: int, threads: int) -> dict[str, Any]:
+    """One rank of the measurement."""
+    from cacheflow.plugins.pipeline import PipelineEngine
+    from cacheflow.registry import load_backend
+    from cacheflow.session import CacheFlow
+    from cacheflow.settings import Settings
+    from cacheflow.storage_backends.throttled import Link, ThrottledBackend
+
+    engine = await PipelineEngine.open_model(
+        folder,
+        dtype="float32",
+        threads=threads,
+        rank=seat.rank,
+        stages=seat.count,
+        init_method=seat.init_method,
+        deadline=120.0,
+    )
+    store = await load_backend("dram").open({"capacity_bytes": 4 << 30})
+    link = Link(0.0, 0.0)
+    events: list[Event] = []
+    settings = Settings(staging_bytes=512 << 20, keep_costs=False)
+    try:
+        async with CacheFlow.open(
+            settings,
+            engine=engine,
+            backends={"link": ThrottledBackend(store, link)},
+            observer=events.append,
+        ) as flow:
+            return await Bench(engine, flow, link, events, tokens).run(rounds)
+    finally:
+        await engine.aclose()
+        await store.aclose()
+
+
+class Bench:
+    """What one rank measures, always in the same order as the others."""
+
+    def __init__(
+        self, engine: Any, flow: CacheFlow, link: Link, events: list[Event], tokens: int
+    ) -> None:
+        self.engine, self.flow, self.link, self.events = engine, flow, link, events
+        self.prompt = [(7 * i + i // 11) % 256 + 3 for i in range(tokens + SUFFIX)]
+        layout = engine.layout
+        self.chunks = tokens // layout.chunk_tokens
+        self.kv_bytes = self.chunks * layout.payload_bytes()
+        boundary = engine.boundary
+        hidden = 0 if boundary is None else boundary.layout.payload_bytes()
+        self.ratio = hidden / layout.payload_bytes()
+        self.tiles = engine.grid.split(0, tokens)
+        self.answers: list[int] = []
+
+    async def run(self, rounds: int) -> dict[str, Any]:
+        """Cold, then a calibration of the link to 1:1, then the rounds."""
+        await self.turn("adaptive", save=True)
+        await self.flow.flush()
+        await self.turn("recompute")
+        self.link.bandwidth = self.kv_bytes / sum(self.tile_seconds())
+        await self.turn("adaptive")  # learns the link
+        stage = self.flow.restorer.stage
+        assert stage is not None
+        planner = stage.expected(self.tiles).value
+        return {
+            "rounds": [await self.round() for _ in range(rounds)],
+            "kv_bytes": self.kv_bytes,
+            "ratio": self.ratio,
+            "planner": planner,
+            "answers": self.answers,
+        }
+
+    async def round(self) -> dict[str, Any]:
+        """All four ways once."""
+        found: dict[str, Any] = {}
+        await self.turn("recompute")
+        compute = self.tile_seconds()
+        found["compute"] = sum(compute)
+        found["load"] = load = (await self.turn("load")).restored_seconds
+        widths = [tile.width / self.tiles[-1].stop for tile in self.tiles]
+        kv = [load * width for width in widths]
+        costs = StageCosts(compute, kv, [self.ratio * each for each in kv])
+        found["bound"] = fluid_seconds(costs)
+        found["bound_without"] = fluid_seconds(StageCosts(compute, kv, [0.0] * len(kv)))
+        for way, mode in (("both", Mode.INDEPENDENT), ("waiting", Mode.DEPENDENT)):
+            restoration = await self.turn("adaptive", mode)
+            found[way] = restoration.restored_seconds
+            if way == "both":
+                found["recomputed"] = restoration.recomputed_share
+                found["hidden_bytes"] = self.hidden_bytes()
+        units = best_split(costs).units if self.ratio else 0
+        predicted = sum(tile.width for tile in self.tiles[:units]) / self.tiles[-1].stop
+        found["predicted_hidden_bytes"] = round(self.ratio * self.kv_bytes * predicted)
+        return found
+
+    async def turn(self, policy: str, mode: Mode = Mode.INDEPENDENT, *, save: bool = False) -> Any:
+        """Forget, restore, one token."""
+        from cacheflow.session import Generation
+
+        stage = self.flow.restorer.stage
+        assert stage is not None, "a stage is restored by stages"
+        stage.mode = mode
+        await self.flow.forget()
+        self.events.clear()
+        report = Generation()
+        session = self.flow.session("bench")
+        turns = session.generate(
+            self.prompt, max_new_tokens=1, policy=policy, save=save, report=report
+        )
+        self.answers += [token async for token in turns]
+        return report.restoration
+
+    def tile_seconds(self) -> list[float]:
+        """Compute of each tile of the prefix in the last turn."""
+        seconds = dict.fromkeys(range(len(self.tiles)), 0.0)
+        for event in self.events:
+            if isinstance(event, LayersComputed) and not event.is_suffix:
+                seconds[event.tile] += event.stop - event.starts[0]
+        return list(seconds.values())
+
+    def hidden_bytes(self) -> int:
+        """Of activations loaded in the last turn."""
+        return sum(e.nbytes for e in self.events if isinstance(e, LoadEnded) and e.hidden)
+
+
+def tell_real(found: dict[str, Any]) -> None:
+    """For people."""
+    print(f"{found['stages']} processes over gloo, prefix {found['tokens']}, compute:I/O 1:1\n")
+    print(
+        "| recompute alone | loads alone | bound | both ends | of bound | without activations "
+        "| of its bound |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for row in found["rounds"]:
+        print(
+            f"| {row['compute']:.3f} s | {row['load']:.3f} s | {row['bound']:.3f} s "
+            f"| {row['both']:.3f} s | {row['efficiency']:.3f} | {row['waiting']:.3f} s "
+            f"| {row['efficiency_waiting']:.3f} |"
+        )
+    shares = ", ".join(f"{share:.0%}" for share in found["recomputed"])
+    print(
+        f"\nmedian: {found['efficiency']:.3f} of the bound, {found['efficiency_waiting']:.3f} "
+        f"without activations; recomputed by stage: {shares}; answers equal in all ranks: "
+        f"{found['tokens_equal']}; planner: {', '.join(found['planner'])}"
+    )
+    for rank, nbytes in enumerate(found["hidden_bytes"]):
+        print(
+            f"stage {rank}: activations {nbytes / _MIB:.2f} MiB loaded, "
+            f"{found['predicted_hidden_bytes'][rank] / _MIB:.2f} predicted "
+            f"({found['ratio'][rank]:.1%} of its KV a token), "
+            f"KV {found['kv_bytes'][rank] / _MIB:.0f} MiB"
+        )
