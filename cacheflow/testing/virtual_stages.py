@@ -110,7 +110,7 @@ class Pipeline:
 
     def _learn(self, run: VirtualRun, tiles: Sequence[Tile]) -> None:
         """Warm costs: an engine knows its own speed."""
-        for tile in tiles[:16] * 4:
+        for tile in tuple(tiles[:16]) * 4:
             run.compute.observe(tile, self._layer_seconds(tile))
 
     def _result(
