@@ -11,7 +11,7 @@ from cacheflow.plugins.openai_server.common_schema import Answered, CacheFields,
 
 __all__ = ["Completion", "CompletionChoice", "CompletionRequest"]
 
-_Token = Annotated[int, Field(ge=0)]
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class CompletionRequest(CacheFields):
