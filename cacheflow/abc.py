@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ObjectKey,
         Offering,
         Read,
+        Sampling,
         Segment,
         Shard,
         Span,
@@ -44,6 +45,7 @@ __all__ = [
     "Engine",
     "Peers",
     "Recomputer",
+    "Sampler",
     "Sharded",
     "StageListener",
     "Staged",
@@ -175,7 +177,6 @@ class ChatTemplate(Protocol):
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        ...
 
     def render(
         self,
@@ -188,15 +189,12 @@ class ChatTemplate(Protocol):
         Raises:
             ConfigError: the model's template does not take them; says why.
         """
-        ...
 
     def encode(self, text: str) -> list[int]:
         """The tokens of ``text`` as it is, nothing added."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, special tokens left out."""
-        ...
 
 
 class Recomputer(Protocol):
@@ -411,6 +409,19 @@ class Together(Protocol):
 
     @property
     def peers(self) -> Peers: ...
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """What an engine that can draw tokens offers beside :class:`Engine`."""
+
+    async def first_sample(self, request_id: str, sampling: Sampling) -> int:
+        """As :meth:`Engine.first_token`, drawn."""
+
+    async def decode_sampled(
+        self, request_ids: Sequence[str], tokens: Sequence[int], sampling: Sequence[Sampling | None]
+    ) -> list[int]:
+        """As :meth:`Engine.decode`, drawn for each request whose ``sampling`` is not None."""
 
 
 class Engine(Recomputer, Protocol):

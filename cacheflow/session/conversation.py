@@ -11,6 +11,7 @@ from cacheflow.session.prefetch import Prefetch
 from cacheflow.session.prompts import (
     agreeing,
     check_fits,
+    check_sampling,
     read_prompt,
     seconds,
     stop_set,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from cacheflow.session.prompts import Prompt
     from cacheflow.session.session import Session
     from cacheflow.session.tenants import Tenant
-    from cacheflow.types import ChunkKey
+    from cacheflow.types import ChunkKey, Sampling
 
 __all__ = ["Conversation"]
 
@@ -101,10 +102,11 @@ class Conversation:
         policy: str | None = None,
         priority: int | None = None,
         deadline: float | None = None,
+        sampling: Sampling | None = None,
         save: bool = True,
         report: Generation | None = None,
     ) -> AsyncIterator[int]:
-        """Greedy tokens after ``prompt`` (the whole history), as they are made.
+        """Tokens after ``prompt`` (the whole history), as they are made.
 
         ``prompt``: token ids, or chat messages, which the model's template renders together with
         ``tools``; then the template's stop tokens stop as well.
@@ -117,7 +119,7 @@ class Conversation:
 
         ``policy``: instead of the setting's. ``priority``: instead of the session's. ``deadline``:
         seconds from now in which the first token is wanted (objective ``deadline`` serves the
-        earliest first).
+        earliest first). ``sampling``: how tokens are drawn; None: the likeliest, always.
 
         Raises:
             ConfigError: the prompt is empty, too long for the model, or holds an impossible token,
@@ -131,7 +133,8 @@ class Conversation:
         rank = self.priority if priority is None else whole_number("priority", priority)
         tokens, ends = await read_prompt(prompt, tools, self._flow.engine.chat)
         check_fits(tokens, new, self._flow.engine.max_tokens)
-        ask = Ask(tokens, arrival, policy, rank, None if due is None else arrival + due)
+        check_sampling(sampling, self._flow.engine)
+        ask = Ask(tokens, arrival, policy, rank, None if due is None else arrival + due, sampling)
         self._overtake(ask)
         async with self._busy:
             turn = self._begin(ask, report)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cacheflow.abc import Sampler
 from cacheflow.errors import CapacityError, ClosedError
 from cacheflow.restore.tasks import to_the_end
 
@@ -18,8 +20,18 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from cacheflow.abc import Engine
+    from cacheflow.types import Sampling
 
 __all__ = ["DecodeLoop"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """What a request does in the next step."""
+
+    token: int
+    sampling: Sampling | None
+    made: Future[int]
 
 
 class DecodeLoop:
@@ -28,7 +40,7 @@ class DecodeLoop:
     def __init__(self, engine: Engine) -> None:
         self.steps = self.rows = 0
         self._engine = engine
-        self._waiting: dict[str, tuple[int, Future[int]]] = {}
+        self._waiting: dict[str, _Row] = {}
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -43,8 +55,8 @@ class DecodeLoop:
             self._wake.set()
             await to_the_end(task)
 
-    async def next(self, request_id: str, token: int) -> int:
-        """Append ``token`` to the request; the greedy token after it.
+    async def next(self, request_id: str, token: int, sampling: Sampling | None = None) -> int:
+        """Append ``token`` to the request; the token after it, the likeliest without ``sampling``.
 
         On return, however it returns, no step touches the request: cancelling takes it back, or
         waits for the end of the step that it is in.
@@ -56,12 +68,12 @@ class DecodeLoop:
         if self._closed:
             raise ClosedError("CacheFlow was closed during a generation")
         made: Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = token, made
+        mine = self._waiting[request_id] = _Row(token, sampling, made)
         self._wake.set()
         try:
             await asyncio.wait([made])
         except asyncio.CancelledError:
-            if self._waiting.get(request_id) == (token, made):
+            if self._waiting.get(request_id) is mine:
                 del self._waiting[request_id]
             else:
                 await to_the_end(asyncio.ensure_future(asyncio.wait([made])))
@@ -79,12 +91,11 @@ class DecodeLoop:
             if not self._closed:
                 await self._wake.wait()
         left, self._waiting = self._waiting, {}
-        for _, made in left.values():
-            made.set_exception(ClosedError("CacheFlow was closed during a generation"))
+        self._fail(left, ClosedError("CacheFlow was closed during a generation"))
 
-    async def _step(self, batch: Mapping[str, tuple[int, Future[int]]]) -> None:
+    async def _step(self, batch: Mapping[str, _Row]) -> None:
         try:
-            tokens = await self._engine.decode(list(batch), [token for token, _ in batch.values()])
+            tokens = await self._decode(batch)
         except (CapacityError, ClosedError) as error:  # nobody was given a token
             if len(batch) > 1:
                 for request_id, row in batch.items():
@@ -96,9 +107,17 @@ class DecodeLoop:
         else:
             self.steps += 1
             self.rows += len(batch)
-            for (_, made), token in zip(batch.values(), tokens, strict=True):
-                made.set_result(token)
+            for row, token in zip(batch.values(), tokens, strict=True):
+                row.made.set_result(token)
 
-    def _fail(self, batch: Mapping[str, tuple[int, Future[int]]], error: Exception) -> None:
-        for _, made in batch.values():
-            made.set_exception(error)
+    async def _decode(self, batch: Mapping[str, _Row]) -> list[int]:
+        appended = [row.token for row in batch.values()]
+        sampling = [row.sampling for row in batch.values()]
+        if any(sampling):
+            assert isinstance(self._engine, Sampler), "it was asked before the turn began"
+            return await self._engine.decode_sampled(list(batch), appended, sampling)
+        return await self._engine.decode(list(batch), appended)
+
+    def _fail(self, batch: Mapping[str, _Row], error: Exception) -> None:
+        for row in batch.values():
+            row.made.set_exception(error)

@@ -11,16 +11,19 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from cacheflow.abc import Sampler
 from cacheflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cacheflow.abc import ChatTemplate
+    from cacheflow.abc import ChatTemplate, Engine
+    from cacheflow.types import Sampling
 
 __all__ = [
     "Messages",
     "Prompt",
     "agreeing",
     "check_fits",
+    "check_sampling",
     "read_prompt",
     "seconds",
     "stop_set",
@@ -63,6 +66,12 @@ def check_fits(prompt: Sequence[int], new: int, longest: int) -> None:
             f"prompt of {len(prompt)} tokens and max_new_tokens {new} do not fit "
             f"the model's context of {longest} tokens: shorten one of them"
         )
+
+
+def check_sampling(sampling: Sampling | None, engine: Engine) -> None:
+    """Raise ConfigError if tokens are to be drawn by an engine that cannot."""
+    if sampling is not None and not isinstance(engine, Sampler):
+        raise ConfigError("this engine always takes the likeliest token: leave out the sampling")
 
 
 def whole_number(name: str, value: object, least: int = -(1 << 31)) -> int:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cacheflow.abc import Sampler
 from cacheflow.errors import CapacityError, ClosedError, ConfigError
 from cacheflow.restore import RestoreRequest
 from cacheflow.restore.answered import first_token
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from cacheflow.session.report import Generation
     from cacheflow.session.resident import Resident
     from cacheflow.session.tenants import Tenant
+    from cacheflow.types import Sampling
 
 __all__ = ["Ask", "Turn"]
 
@@ -41,6 +43,8 @@ class Ask:
     priority: int
     deadline: float | None = None
     """When the first token is wanted."""
+    sampling: Sampling | None = None
+    """None: the likeliest token, always."""
 
 
 class Turn:
@@ -98,13 +102,20 @@ class Turn:
         asked, restoration = self._asked, self._report.restoration
         assert asked is not None, "it was restored"
         assert restoration is not None, "it was restored"
-        token = await self._flow.engine.first_token(asked.id)
+        token = await self._first(asked.id)
         now = self._flow.clock.now()
         self._report.ttft_seconds = now - self._ask.arrival
         layout = self._flow.engine.layout
         self._flow.restorer.emit(first_token(asked, restoration, layout, now, self._tenant.name))
         self._promote(asked, restoration)
         return token
+
+    async def _first(self, request: str) -> int:
+        engine, sampling = self._flow.engine, self._ask.sampling
+        if sampling is None:
+            return await engine.first_token(request)
+        assert isinstance(engine, Sampler), "it was asked before the turn began"
+        return await engine.first_sample(request, sampling)
 
     def _promote(self, asked: RestoreRequest, restoration: Restoration) -> None:
         wanted = promotions(tuple(self._flow.backends), restoration.loaded_chunks)
@@ -115,7 +126,8 @@ class Turn:
         """The token after ``token``."""
         request = self._current()
         self._kv.appends(token)
-        made = await self._kv.with_room(lambda: self._flow.decoding.next(request, token))
+        sampling, decoding = self._ask.sampling, self._flow.decoding
+        made = await self._kv.with_room(lambda: decoding.next(request, token, sampling))
         self._current()
         self._kv.appended()
         return made

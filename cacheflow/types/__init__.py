@@ -40,6 +40,7 @@ from cacheflow.types.objects import (
     ObjectKey,
     ObjectKind,
 )
+from cacheflow.types.sampling import Sampling
 from cacheflow.types.shards import Shard
 from cacheflow.types.transfer import (
     Buffer,
@@ -105,6 +106,7 @@ __all__ = [
     "Read",
     "RequestSpec",
     "RestoreEnded",
+    "Sampling",
     "Segment",
     "Shard",
     "Source",

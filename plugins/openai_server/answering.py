@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cacheflow.plugins.openai_server.prefix import Fingerprint, Reason
     from cacheflow.plugins.openai_server.template import Words
     from cacheflow.plugins.openai_server.tool_calls import Piece
+    from cacheflow.types import Sampling
 
 __all__ = ["Answer", "Divergence", "Job"]
 
@@ -42,6 +43,7 @@ class Job:
     forced: str = ""
     """Words at the end of the prompt that belong to the answer."""
     one_call: bool = False
+    sampling: Sampling | None = None
     keep_seconds: float | None = None
     """How long the conversation's KV is worth keeping, if the client said so."""
     messages: list[Rendered] = field(default_factory=list)
@@ -156,6 +158,7 @@ class Answer:
             self._job.prompt,
             max_new_tokens=self._job.max_new_tokens,
             stop_tokens=self._words.stop_tokens,
+            sampling=self._job.sampling,
             report=self.report,
         )
         return cast("AsyncGenerator[int, None]", tokens)

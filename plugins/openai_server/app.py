@@ -43,7 +43,14 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     }.items()
 }
 _TEXT: Final = {"schema": {"type": "string"}}
-_STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": _TEXT}}}
+_EVENT: Final = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+_STREAMED: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"content": {"text/event-stream": {"schema": _EVENT}}}
+}
 
 
 def create_app(service: Service) -> FastAPI:

@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from cacheflow.plugins.openai_server.common_schema import (
     Answered,
     Asked,
-    CacheFields,
+    CommonFields,
     Content,
     Lenient,
     Report,
@@ -110,7 +110,7 @@ class StreamOptions(Asked):
     include_obfuscation: bool | None = None
 
 
-class ChatRequest(CacheFields):
+class ChatRequest(CommonFields):
     """What may be asked. What the engine cannot do is known here too, to be refused by name."""
 
     messages: list[Message] = Field(min_length=1)
@@ -122,9 +122,6 @@ class ChatRequest(CacheFields):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    seed: int | None = None
     n: int | None = Field(default=None, ge=1)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from cacheflow.types import Sampling
+
 __all__ = [
     "Answered",
     "Asked",
-    "CacheFields",
+    "CommonFields",
     "Content",
     "ErrorBody",
     "Lenient",
@@ -95,10 +98,16 @@ class CacheOptions(Lenient):
     ttl: Literal["30m", "12h"] | None = None
 
 
-class CacheFields(Asked):
-    """Who asks, in which conversation: what sessions and tenants are made of."""
+class CommonFields(Asked):
+    """Who asks, in which conversation (what sessions and tenants are made of), and how an answer's
+    tokens are chosen."""
 
     model: str
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Left out or 0: always the likeliest token."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """The same seed and prompt give the same answer; left out, each request has its own."""
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
     """Names a conversation (or several that begin alike): its KV is looked for there first."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
@@ -109,6 +118,14 @@ class CacheFields(Asked):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """Stored KV is shared only among requests of the same salt."""
     metadata: dict[str, Any] | None = None
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are drawn; None: they are not."""
+        if not self.temperature:
+            return None
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return Sampling(self.temperature, self.top_p or 1.0, seed)
 
     @property
     def keep_seconds(self) -> float | None:

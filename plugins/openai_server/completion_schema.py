@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cacheflow.plugins.openai_server.chat_schema import StreamOptions
-from cacheflow.plugins.openai_server.common_schema import Answered, CacheFields, Report, Usage
+from cacheflow.plugins.openai_server.common_schema import Answered, CommonFields, Report, Usage
 
 __all__ = ["Completion", "CompletionChoice", "CompletionRequest"]
 
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class CompletionRequest(CacheFields):
+class CompletionRequest(CommonFields):
     """What may be asked. What the engine cannot do is known here too, to be refused by name."""
 
     prompt: str | list[_Token] | list[str] | list[list[_Token]]
@@ -23,9 +23,6 @@ class CompletionRequest(CacheFields):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    seed: int | None = None
     n: int | None = Field(default=None, ge=1)
     best_of: int | None = Field(default=None, ge=0)
     echo: bool | None = None

@@ -49,6 +49,7 @@ class CompletionTurn:
         wanted = self._body.max_tokens or _DEFAULT_TOKENS
         return Job(
             scope=self._scope,
+            sampling=self._body.sampling,
             keep_seconds=self._body.keep_seconds,
             prompt=prompt,
             max_new_tokens=self._service.room_for(prompt, wanted, "prompt"),

@@ -18,13 +18,12 @@ __all__ = ["refuse_what_cannot_be", "stops_of"]
 
 _MOST_STOPS: Final = 16
 
-_GREEDY: Final = "the engine always takes the likeliest token: leave it out or set it to 0"
+_BIAS: Final = "tokens cannot be made more or less likely: leave it out or set it to 0"
 _RULES: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "temperature": ((0,), _GREEDY),
-    "frequency_penalty": ((0,), _GREEDY),
-    "presence_penalty": ((0,), _GREEDY),
-    "logit_bias": (({},), "tokens cannot be made more or less likely"),
-    "n": ((1,), "there is one answer a request, since the likeliest one is always taken"),
+    "frequency_penalty": ((0,), _BIAS),
+    "presence_penalty": ((0,), _BIAS),
+    "logit_bias": (({},), _BIAS),
+    "n": ((1,), "there is one answer a request"),
     "best_of": ((1,), "there is one answer a request"),
     "logprobs": ((False,), "log probabilities are not kept"),
     "top_logprobs": ((0,), "log probabilities are not kept"),

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from cacheflow.plugins.openai_server.common_schema import (
     Answered,
     Asked,
-    CacheFields,
+    CommonFields,
     Content,
     Lenient,
     OutputDetails,
@@ -93,7 +93,7 @@ class ResponseStreamOptions(Asked):
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(CacheFields):
+class ResponseRequest(CommonFields):
     """What may be asked. What the engine cannot do is known here too, to be refused by name."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1)]
@@ -106,8 +106,6 @@ class ResponseRequest(CacheFields):
     stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = None
     """Whatever is asked for: there is never any of it to include."""
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     text: TextConfig | None = None
     reasoning: dict[str, Any] | None = None

@@ -68,6 +68,7 @@ class ResponseTurn:
         called = tools is not None and body.tool_choice != "none"
         return Job(
             scope=self._scope,
+            sampling=self._body.sampling,
             keep_seconds=self._body.keep_seconds,
             prompt=prompt,
             max_new_tokens=self._service.room_for(prompt, body.max_output_tokens, "input"),

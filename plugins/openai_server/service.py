@@ -16,7 +16,7 @@ from cacheflow.plugins.openai_server.usage import usage_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from cacheflow.plugins.openai_server.common_schema import CacheFields, Usage
+    from cacheflow.plugins.openai_server.common_schema import CommonFields, Usage
     from cacheflow.plugins.openai_server.metrics import ServerSeries
     from cacheflow.plugins.openai_server.settings import ServerSettings
     from cacheflow.plugins.openai_server.template import Words
@@ -52,7 +52,7 @@ class Service:
         self.conversations = Conversations(flow, settings.max_sessions, settings.max_branches)
         series.watch(self.admission, self.conversations)
 
-    def scope(self, body: CacheFields, tenant: str) -> Scope:
+    def scope(self, body: CommonFields, tenant: str) -> Scope:
         """Whose conversations ``body`` may go on with.
 
         Raises:

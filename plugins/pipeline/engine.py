@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import StageListener
     from cacheflow.plugins.transformers.request import OpenRequest
-    from cacheflow.types import Shard, StagedPart
+    from cacheflow.types import Sampling, Shard, StagedPart
 
 __all__ = ["PipelineEngine"]
 
@@ -233,6 +233,10 @@ class PipelineEngine(TransformersEngine):
         if not self.is_last:
             self._talk.forward(Message("step", {"key": key}, hidden))
         return await self._pass_back(own, request_ids[0], key)
+
+    async def first_sample(self, request_id: str, sampling: Sampling) -> int:
+        """Stages do not draw tokens."""
+        raise ConfigError("an engine in stages always takes the likeliest token")
 
     async def _pass_back(self, tokens: list[int] | None, request_id: str, key: str) -> list[int]:
         """From the last stage, who has them, to the first."""

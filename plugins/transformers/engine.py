@@ -29,6 +29,7 @@ from cacheflow.plugins.transformers.model import (
     load_tokenizer,
 )
 from cacheflow.plugins.transformers.pages import PagePool
+from cacheflow.plugins.transformers.sampling import choose, draw
 from cacheflow.plugins.transformers.smollm2 import prepare_smollm2
 from cacheflow.plugins.transformers.table import RequestTable
 from cacheflow.plugins.transformers.walk import Walker
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import ClaimLayer
     from cacheflow.plugins.transformers.request import OpenRequest
-    from cacheflow.types import ComputeDone, KVLayout, StagedPart
+    from cacheflow.types import ComputeDone, KVLayout, Sampling, StagedPart
 
 __all__ = ["TransformersEngine", "check_options", "load_parts", "streams_of"]
 
@@ -249,6 +250,11 @@ class TransformersEngine:
         """See :meth:`cacheflow.abc.Engine.first_token`."""
         return int((await self.last_logits(request_id)).argmax())
 
+    async def first_sample(self, request_id: str, sampling: Sampling) -> int:
+        """See :meth:`cacheflow.abc.Sampler.first_sample`."""
+        position = len(self._requests.get(request_id).tokens)
+        return draw(await self.last_logits(request_id), sampling, position)
+
     async def last_logits(self, request_id: str) -> torch.Tensor:
         """Logits ``[vocabulary]`` (fp32, on the CPU) after the last prompt token."""
         last = self._requests.get(request_id).last
@@ -270,6 +276,16 @@ class TransformersEngine:
     async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
         """See :meth:`cacheflow.abc.Engine.decode`."""
         return await self._step(request_ids, tokens, lambda logits: logits.argmax(-1).tolist())
+
+    async def decode_sampled(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[int],
+        sampling: Sequence[Sampling | None],
+    ) -> list[int]:
+        """See :meth:`cacheflow.abc.Sampler.decode_sampled`."""
+        places = [len(self._requests.get(name).tokens) + 1 for name in request_ids]
+        return await self._step(request_ids, tokens, lambda rows: choose(rows, sampling, places))
 
     async def decode_logits(
         self, request_ids: Sequence[str], tokens: Sequence[int]

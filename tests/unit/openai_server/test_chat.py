@@ -85,7 +85,8 @@ def cached_of(answer: Any) -> int:
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": 4000}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", None),
-        ({"temperature": 0.7}, "temperature", "unsupported_value"),
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"presence_penalty": 1}, "presence_penalty", "unsupported_value"),
         ({"n": 2}, "n", "unsupported_value"),
         ({"logprobs": True}, "logprobs", "unsupported_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
@@ -130,3 +131,21 @@ async def test_openai_clients_raise_their_own_errors(serving: Serving) -> None:
         assert (await client.models.retrieve(MODEL)).id == MODEL
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("other")
+
+
+async def test_a_seed_gives_the_same_answer_again(serving: Serving) -> None:
+    """With a temperature tokens are drawn: the same for the same seed, also when the prompt is
+    restored, others for another; without one, or with 0, the likeliest."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": TALK, "max_tokens": 12}
+    async with serving() as service, openai_of(service) as client:
+
+        async def said(**more: Any) -> object:
+            answer = await client.chat.completions.create(**asked, **more)
+            await service.flow.flush()
+            await service.flow.forget()
+            return answer.choices[0].message.content
+
+        drawn = [await said(temperature=1.5, top_p=0.9, seed=seed) for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2]
+        assert await said(temperature=1.5) != await said(temperature=1.5)
+        assert await said() == await said(temperature=0, seed=4, top_p=0.5)
