@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,6 +202,23 @@ def test_agent_picture_compares_four_servers(
     assert [len(ttft) for ttft, _ in results.values()] == [3] * 4
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "the answers of all are the same" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("default")  # LangGraph's own
+def test_graph_branches_are_forks(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of three branches from a checkpoint has a session of its own, and finds everything that
+    they begin with in memory."""
+    monkeypatch.setattr("cacheflow.plugins.transformers.prepare_smollm2", lambda: model)
+    monkeypatch.syspath_prepend(str(_EXAMPLES / "frameworks"))
+    runpy.run_path(str(_EXAMPLES / "frameworks" / "langgraph_forks.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    turns = re.findall(r"([\w-]+): (\d+) prompt tokens, (\d+) of them cached", said)
+    (trunk, prompt, cached), *branches = turns
+    assert (trunk, cached) == ("trunk", "0")
+    assert len({name for name, *_ in branches} - {trunk}) == 3
+    assert all(int(each) >= int(prompt) for _, _, each in branches)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 2), (6, 3), (16, 8)])
