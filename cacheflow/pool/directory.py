@@ -87,8 +87,11 @@ class Directory:
 
     # -- reading -------------------------------------------------------------------------------
 
-    async def lookup(self, chunks: Sequence[ChunkKey]) -> list[list[tuple[Slot | None, ChunkInfo]]]:
-        """All objects of each chunk; the slot is None while it is on disk only."""
+    async def lookup(
+        self, chunks: Sequence[ChunkKey], client: str | None = None
+    ) -> list[list[tuple[Slot | None, ChunkInfo]]]:
+        """All objects of each chunk; the slot is None while it is on disk only. ``client`` may read
+        these slots from now on, without asking again."""
         in_memory = await self.tier.lookup(chunks)
         on_disk = await self.spill.lookup(chunks) if self.spill is not None else {}
         found = []
@@ -96,6 +99,9 @@ class Directory:
             here = [(slot, info) for info in infos if (slot := self.arena.find(info.key))]
             there = [(None, info) for info in on_disk.get(chunk, ())]
             found.append([*here, *there])
+            for _, info in here if client is not None else ():
+                self._leased(client or "", info.key, looked_up=True)
+        self._set_timer()
         self.counts["lookup_chunks"] += len(chunks)
         self.counts["lookup_hits"] += sum(map(bool, found))
         return found
@@ -113,15 +119,15 @@ class Directory:
         self.counts["leases"] += sum(slot is not None for slot in slots)
         return slots
 
-    def release(self, client: str, generations: Sequence[int]) -> None:
-        """One lease of each is not needed any more."""
+    def release(self, client: str, generations: Sequence[int], *, looked_up: bool = False) -> None:
+        """One lease of each is not needed any more, or that of lookups."""
         for generation in generations:
-            self.grants.release(client, generation)
+            self.grants.release(client, generation, looked_up=looked_up)
 
-    def _leased(self, client: str, key: ObjectKey) -> Slot | None:
+    def _leased(self, client: str, key: ObjectKey, *, looked_up: bool = False) -> Slot | None:
         slot = self.arena.find(key)
         until = self._clock.now() + self.terms.lease
-        if slot is not None and self.grants.lease(client, slot, until):
+        if slot is not None and self.grants.lease(client, slot, until, looked_up=looked_up):
             entry, users = self._reads.get(slot.generation, (self.tier.catalogue.find(key), 0))
             if not users and entry is not None:
                 self.tier.catalogue.holds.begin_read(entry)

@@ -25,13 +25,16 @@ _Name: TypeAlias = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """``count`` leases of one client on one slot, or its right to fill it."""
+    """Leases of one client on one slot, or its right to fill it."""
 
     client: str
     slot: Slot
     until: float
-    writing: bool
-    count: int = 1
+    writing: bool = False
+    count: int = 0
+    """Leases that are to be released one by one."""
+    looked_up: bool = False
+    """One more, of lookups."""
 
 
 class Grants:
@@ -57,25 +60,33 @@ class Grants:
         return len(self._reading)
 
     @property
+    def in_use(self) -> int:
+        """Slots that somebody is reading or filling: looked up alone does not count."""
+        reading = sum(grant.count > 0 for grant in self._reading.values())
+        return reading + len(self._writing)
+
+    @property
     def uncommitted(self) -> int:
         """Slots to be filled."""
         return len(self._writing)
 
     # -- giving --------------------------------------------------------------------------------
 
-    def lease(self, client: str, slot: Slot, until: float) -> bool:
+    def lease(self, client: str, slot: Slot, until: float, *, looked_up: bool = False) -> bool:
         """``client`` may read ``slot``; True if it could not before."""
         name = (client, slot.generation)
         with self._lock:
-            if (grant := self._reading.get(name)) is not None:
-                grant.count += 1
-                grant.until = until
-                self._reading.move_to_end(name)
-                return False
-            self._reading[name] = Grant(client, slot, until, writing=False)
-        slot.hold.acquire()
-        self._tell()
-        return True
+            is_new = (grant := self._reading.get(name)) is None
+            if grant is None:
+                grant = self._reading[name] = Grant(client, slot, until)
+            grant.until = until
+            grant.count += not looked_up
+            grant.looked_up |= looked_up
+            self._reading.move_to_end(name)
+        if is_new:
+            slot.hold.acquire()
+            self._tell()
+        return is_new
 
     def to_fill(self, client: str, slot: Slot, until: float) -> None:
         """``client`` may write ``slot``, which nobody can see yet."""
@@ -103,16 +114,20 @@ class Grants:
 
     # -- taking back ---------------------------------------------------------------------------
 
-    def release(self, client: str, generation: int) -> None:
+    def release(self, client: str, generation: int, *, looked_up: bool = False) -> None:
         """One lease less, if there is one still."""
         with self._lock:
             grant = self._reading.get((client, generation))
             if grant is None:
                 return
-            grant.count -= 1
-            if not grant.count:
+            if looked_up:
+                grant.looked_up = False
+            else:
+                grant.count = max(grant.count - 1, 0)
+            is_over = not (grant.count or grant.looked_up)
+            if is_over:
                 del self._reading[client, generation]
-        if not grant.count:
+        if is_over:
             self._over(grant)
 
     def filled(self, client: str, generation: int) -> Slot | None:

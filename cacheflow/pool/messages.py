@@ -117,16 +117,19 @@ class Lookup(Message):
     chunks: Annotated[tuple[Digest, ...], Field(max_length=BATCH)]
     known: Annotated[tuple[Number, ...], Field(max_length=_KNOWN)]
     """Generations whose headers the client has: they need not be sent."""
+    lease: bool
+    """Lease what is found and in memory, for ``lease_ms``: one such lease a slot and connection,
+    which another lookup renews."""
 
 
 class LookupReply(Message):
     """Of the first chunks asked, as many as fit a reply (one at least): all their objects.
 
-    An object is ``(generation, header)``: generation 0 while it is on disk only, the header empty
-    if the generation is known.
+    An object is ``(generation, header, offset)``: generation and offset 0 while it is on disk only,
+    the header empty if the generation is known.
     """
 
-    found: tuple[Annotated[tuple[tuple[Number, Header], ...], Field(max_length=4096)], ...]
+    found: tuple[Annotated[tuple[tuple[Number, Header, Number], ...], Field(max_length=4096)], ...]
 
 
 class Lease(Message):
@@ -145,8 +148,9 @@ class LeaseReply(Message):
 
 
 class Release(Message):
-    """These leases are not needed any more; one of each if there are several."""
+    """These leases are not needed any more: one of each, or (``looked_up``) that of lookups."""
 
+    looked_up: bool
     generations: Annotated[tuple[Number, ...], Field(max_length=BATCH)]
 
 

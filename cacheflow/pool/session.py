@@ -191,7 +191,8 @@ class Session:
                 slots = await directory.lease(self.name, _keys(request.names))
                 return m.LeaseReply(slots=tuple(map(_place, slots)))
             case m.Release():
-                directory.release(self.name, request.generations)
+                generations = request.generations
+                directory.release(self.name, generations, looked_up=request.looked_up)
                 return m.Nothing()
             case m.Alloc():
                 opened = await directory.alloc(self.name, request.headers)
@@ -214,8 +215,9 @@ class Session:
 
     async def _lookup(self, request: m.Lookup) -> m.LookupReply:
         known = set(request.known)
-        found = await self._directory.lookup([ChunkKey(digest) for digest in request.chunks])
-        answer: list[tuple[tuple[int, bytes], ...]] = []
+        chunks = [ChunkKey(digest) for digest in request.chunks]
+        found = await self._directory.lookup(chunks, self.name if request.lease else None)
+        answer: list[tuple[tuple[int, bytes, int], ...]] = []
         left = _REPLY_BYTES
         for objects in found:
             entries, nbytes = _described(objects, known)
@@ -261,15 +263,17 @@ def _opened(slot: Slot | str) -> tuple[int, int, str]:
 
 def _described(
     objects: Sequence[tuple[Slot | None, ChunkInfo]], known: set[int]
-) -> tuple[tuple[tuple[int, bytes], ...], int]:
+) -> tuple[tuple[tuple[int, bytes, int], ...], int]:
     """Entries of one chunk and their bytes: no more of them than fit a reply."""
-    entries: list[tuple[int, bytes]] = []
+    entries: list[tuple[int, bytes, int]] = []
     nbytes = 0
     for slot, info in objects:
-        header = encode_header(info) if slot is None else slot.header
-        generation = 0 if slot is None else slot.generation
-        entry = (generation, b"" if generation in known else header)
-        nbytes += len(entry[1]) + 16
+        if slot is None:
+            entry = (0, encode_header(info), 0)
+        else:
+            header = b"" if slot.generation in known else slot.header
+            entry = (slot.generation, header, slot.offset)
+        nbytes += len(entry[1]) + 24
         if nbytes > 2 * _REPLY_BYTES:
             break
         entries.append(entry)

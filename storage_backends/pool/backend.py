@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import OrderedDict
 from contextlib import ExitStack, aclosing
 from functools import partial
@@ -25,7 +26,7 @@ from cacheflow.storage_backends.pool.discovery import discovery
 from cacheflow.storage_backends.pool.guard import Guard
 from cacheflow.storage_backends.pool.headers import Headers
 from cacheflow.storage_backends.pool.members import Members
-from cacheflow.storage_backends.pool.peer import Peer, describe
+from cacheflow.storage_backends.pool.peer import Peer, Place, describe
 from cacheflow.storage_backends.pool.reading import Loading
 from cacheflow.storage_backends.pool.settings import PoolOptions, read_token, tls_context
 from cacheflow.storage_backends.pool.writing import Storing
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from cacheflow.pool import Transport, TransportKind
     from cacheflow.storage_backends.pool.discovery import Discovery
+    from cacheflow.storage_backends.pool.headers import Listed
     from cacheflow.storage_backends.pool.settings import Address
     from cacheflow.types import (
         Buffer,
@@ -143,7 +145,8 @@ class PoolBackend(StorageBackend):
         while at < len(chunks):
             batch = chunks[at : at + messages.BATCH]
             digests = tuple(chunk.digest for chunk in batch)
-            request = messages.Lookup(chunks=digests, known=headers.known(batch))
+            known, asked_at = headers.known(batch), time.monotonic()
+            request = messages.Lookup(chunks=digests, known=known, lease=True)
             try:
                 answer = await peer.ask(request, messages.LookupReply)
             except BackendError as error:
@@ -152,11 +155,15 @@ class PoolBackend(StorageBackend):
             if not 0 < len(answer.found) <= len(batch):
                 return None
             decode = partial(_decode, headers, batch, answer.found)
-            new = sum(bool(header) for objects in answer.found for _, header in objects)
+            new = sum(bool(header) for objects in answer.found for _, header, _ in objects)
             decoded = decode() if new <= _FEW else await asyncio.to_thread(decode)
             for chunk, objects in zip(batch, decoded, strict=False):
                 headers.keep(chunk, objects)
-                found[chunk] = [info for _, info in objects]
+                found[chunk] = [listed.info for listed in objects]
+                for generation, info, offset in objects:
+                    if generation:
+                        place = Place(offset, info.nbytes, generation, asked_at)
+                        peer.looked_up(info.key, place)
             at += len(answer.found)
         return peer, found
 
@@ -232,7 +239,7 @@ class PoolBackend(StorageBackend):
             finally:
                 await storing.aclose()
             for write in writes:
-                self._places.pop(write.info.key, None)
+                self._changed(write.info.key)
         return [ended[id(write)] for write in writes]
 
     def _homes(self, key: ObjectKey) -> list[Peer]:
@@ -246,11 +253,17 @@ class PoolBackend(StorageBackend):
         """
         self._flights.check_open()
         works = [partial(self._delete_at, peer, keys) for peer in self.members.up]
-        answers = await self._flights.all(works)
         for key in keys:
-            self._places.pop(key, None)
+            self._changed(key)
+        answers = await self._flights.all(works)
         self._check_reachable("delete", all_of_them=True)
         return [any(deleted) for deleted in zip(*answers, strict=True)]
+
+    def _changed(self, key: ObjectKey) -> None:
+        """What was known of where the object is, is out of date."""
+        self._places.pop(key, None)
+        for peer in self.members.peers.values():
+            peer.forget(key)
 
     async def _delete_at(self, peer: Peer, keys: Sequence[ObjectKey]) -> list[bool]:
         deleted: list[bool] = []
@@ -361,8 +374,8 @@ async def _open_transports(names: Sequence[str], tls: SSLContext | None) -> dict
 def _decode(
     headers: Headers,
     chunks: Sequence[ChunkKey],
-    found: Sequence[Sequence[tuple[int, bytes]]],
-) -> list[list[tuple[int, ChunkInfo]]]:
+    found: Sequence[Sequence[tuple[int, bytes, int]]],
+) -> list[list[Listed]]:
     pairs = zip(chunks, found, strict=False)
     return [headers.decode(chunk, objects) for chunk, objects in pairs]
 

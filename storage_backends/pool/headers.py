@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cacheflow.errors import IntegrityError
 from cacheflow.kv import decode_header
@@ -17,12 +17,20 @@ if TYPE_CHECKING:
 
     from cacheflow.types import ChunkInfo, ChunkKey
 
-__all__ = ["Headers"]
+__all__ = ["Headers", "Listed"]
 
 _log = logging.getLogger(__name__)
 _MOST_CHUNKS: Final = 8192
 _MOST_SAID: Final = 4096
 """Generations named in one request."""
+
+
+class Listed(NamedTuple):
+    """An object in a store; generation 0: on its disk only."""
+
+    generation: int
+    info: ChunkInfo
+    offset: int
 
 
 class Headers:
@@ -37,22 +45,20 @@ class Headers:
         said = [generation for chunk in chunks for generation in self._known.get(chunk, ())]
         return tuple(said[:_MOST_SAID])
 
-    def decode(
-        self, chunk: ChunkKey, objects: Sequence[tuple[int, bytes]]
-    ) -> list[tuple[int, ChunkInfo]]:
+    def decode(self, chunk: ChunkKey, objects: Sequence[tuple[int, bytes, int]]) -> list[Listed]:
         """What a store listed of one chunk; what is no valid object of it is left out. May take
         milliseconds: run it in a thread if there are many."""
         infos = self._known.get(chunk, {})
         found = []
-        for generation, header in objects:
+        for generation, header, offset in objects:
             info = _decoded(chunk, header) if header else infos.get(generation)
             if info is not None:
-                found.append((generation, info))
+                found.append(Listed(generation, info, offset))
         return found
 
-    def keep(self, chunk: ChunkKey, found: Sequence[tuple[int, ChunkInfo]]) -> None:
+    def keep(self, chunk: ChunkKey, found: Sequence[Listed]) -> None:
         """Remember what :meth:`decode` gave. On the loop."""
-        infos = {generation: info for generation, info in found if generation}
+        infos = {listed.generation: listed.info for listed in found if listed.generation}
         if not infos:
             self._known.pop(chunk, None)
             return

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import OrderedDict
 from contextlib import suppress
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from cacheflow.errors import BackendError
 from cacheflow.pool import messages
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 
     from cacheflow.pool import Link, Transport
     from cacheflow.storage_backends.pool.settings import Address, PoolOptions
+    from cacheflow.types import ObjectKey
 
-__all__ = ["Peer", "PeerState"]
+__all__ = ["Peer", "PeerState", "Place", "describe"]
 
 R = TypeVar("R", bound="messages.Message")
 _log = logging.getLogger(__name__)
@@ -33,6 +36,16 @@ _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
 """Seconds between two attempts to connect."""
 _BATCH: Final = 256
+_MOST_PLACES: Final = 16384
+
+
+class Place(NamedTuple):
+    """A leased slot; ``asked``: when the lease had not begun yet, on our clock."""
+
+    offset: int
+    nbytes: int
+    generation: int
+    asked: float
 
 
 class PeerState(StrEnum):
@@ -75,6 +88,7 @@ class Peer:
         self._doubted = asyncio.Event()
         self._is_link_bad = False
         self._releases: list[int] = []
+        self._places: OrderedDict[ObjectKey, Place] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -121,6 +135,38 @@ class Peer:
             self._is_link_bad = True
             self._suspect(self._channel)
 
+    # -- leases --------------------------------------------------------------------------------
+
+    def leased(self, key: ObjectKey) -> Place | None:
+        """Where an object is that a lookup found not long ago: at least half of that lease is
+        left."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        if time.monotonic() - place.asked > self.lease_seconds / 2:
+            del self._places[key]
+            return None
+        return place
+
+    def looked_up(self, key: ObjectKey, place: Place) -> None:
+        """The store said where an object is, and leased it."""
+        self._places[key] = place
+        self._places.move_to_end(key)
+        while len(self._places) > _MOST_PLACES:
+            self._places.popitem(last=False)
+
+    def forget(self, key: ObjectKey) -> None:
+        """Somebody here deletes or replaces the object: its slot need not be kept for us."""
+        place = self._places.pop(key, None)
+        if place is not None and self._channel is not None:
+            generations = (place.generation,)
+            self._channel.tell(messages.Release(generations=generations, looked_up=True))
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long a lease lasts."""
+        return self.hello.lease_ms / 1000 if self.hello is not None else 0.0
+
     def release(self, generation: int) -> None:
         """One lease is not needed any more. Said soon, with others."""
         if not self._releases:
@@ -137,7 +183,8 @@ class Peer:
         if channel is None or channel is not self._channel:
             return  # leases ended with the connection they were given on
         for at in range(0, len(releases), _BATCH):
-            channel.tell(messages.Release(generations=tuple(releases[at : at + _BATCH])))
+            generations = tuple(releases[at : at + _BATCH])
+            channel.tell(messages.Release(generations=generations, looked_up=False))
 
     # -- the connection ------------------------------------------------------------------------
 
@@ -221,6 +268,7 @@ class Peer:
     async def _lose(self, reason: str) -> None:
         channel, self._channel = self._channel, None
         link, self.link = self.link, None
+        self._places.clear()
         if self.state is not PeerState.DOWN:
             _log.warning("store %s: down: %s", self.name, reason)
             self._become(PeerState.DOWN)

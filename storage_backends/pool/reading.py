@@ -1,8 +1,8 @@
 """One load: leases first, then the bytes, then whether they can be believed.
 
-All reads of a batch that go to one store are leased by one request. A lease is given back when its
-transfer can touch nothing any more. A read that took nearly as long as its lease is believed only
-if the store still has the same generation in that slot.
+What a lookup found is leased by it. Other reads of a batch that go to one store are leased by one
+request; such a lease is given back when its transfer can touch nothing any more. A read that took
+nearly as long as its lease is believed only if the store still has the same generation there.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import BackendError
 from cacheflow.kv import format_name
 from cacheflow.pool import Piece, messages
+from cacheflow.storage_backends.pool.channel import Refused
+from cacheflow.storage_backends.pool.peer import Place
 from cacheflow.types import Buffer, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
@@ -28,15 +30,6 @@ __all__ = ["Loading"]
 
 _BELIEVED: Final = 0.9
 """Share of a lease after which the store is asked whether it still holds."""
-
-
-class _Place(NamedTuple):
-    """A leased slot; ``asked``: when the lease had not begun yet, on our clock."""
-
-    offset: int
-    nbytes: int
-    generation: int
-    asked: float
 
 
 class Loading:
@@ -56,9 +49,9 @@ class Loading:
         self._routes = [route(read.key) for read in reads]
         self._groups: dict[Peer, list[int]] = {}
         for at, peers in enumerate(self._routes):
-            if peers:
+            if peers and peers[0].leased(reads[at].key) is None:
                 self._groups.setdefault(peers[0], []).append(at)
-        self._leasing: dict[Peer, asyncio.Task[dict[int, _Place]]] = {}
+        self._leasing: dict[Peer, asyncio.Task[dict[int, Place]]] = {}
 
     async def read(self, at: int) -> TransferResult:
         """The result of one read; an object that no store delivers is MISSING."""
@@ -66,10 +59,9 @@ class Loading:
         error: BackendError | None = None
         for peer in self._routes[at]:
             try:
-                place = await self._place(peer, at)
-                if place is None:
-                    continue
-                return await self._read(peer, at, place)
+                result = await self._read_at(peer, at)
+                if result is not None:
+                    return result
             except BackendError as failure:
                 error = failure
             if self._guards[at].in_use:  # what failed may still write there
@@ -79,6 +71,17 @@ class Loading:
             error = BackendError(reason, operation="load", context="pool", is_temporary=True)
         return self._result(read, TransferStatus.MISSING, 0, error)
 
+    async def _read_at(self, peer: Peer, at: int) -> TransferResult | None:
+        """From one store; None if it has it not."""
+        place = peer.leased(self._reads[at].key)
+        if place is not None:
+            try:
+                return await self._read(peer, at, place)
+            except Refused:  # it has been deleted or replaced since the lookup
+                peer.forget(self._reads[at].key)
+        place = await self._place(peer, at)
+        return None if place is None else await self._read(peer, at, place)
+
     async def aclose(self) -> None:
         """Nobody wants leases any more that were not given yet."""
         tasks = list(self._leasing.values())
@@ -87,7 +90,7 @@ class Loading:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _read(self, peer: Peer, at: int, place: _Place) -> TransferResult:
+    async def _read(self, peer: Peer, at: int, place: Place) -> TransferResult:
         read, [buffer] = self._reads[at], self._guards[at].buffers
         nbytes = max(0, min(buffer.nbytes, place.nbytes - read.offset))
         if nbytes:
@@ -103,15 +106,15 @@ class Loading:
             raise BackendError("the store is down", operation="load", context=peer.name)
         try:
             await link.read([piece], deadline=self._seconds)
+        except Refused:
+            raise  # the link works: the lease is over
         except BackendError:
             peer.suspect_link(link)
             raise
 
-    async def _check_lease(self, peer: Peer, read: Read, place: _Place) -> None:
+    async def _check_lease(self, peer: Peer, read: Read, place: Place) -> None:
         """Raises BackendError if the slot may have been used again while it was being read."""
-        hello = peer.hello
-        lease = hello.lease_ms / 1000 if hello is not None else 0.0
-        if time.monotonic() - place.asked < _BELIEVED * lease:
+        if time.monotonic() - place.asked < _BELIEVED * peer.lease_seconds:
             return
         request = messages.Lease(names=(format_name(read.key),))
         answer = await peer.ask(request, messages.LeaseReply, partial(_give_back, peer))
@@ -122,7 +125,7 @@ class Loading:
 
     # -- leases --------------------------------------------------------------------------------
 
-    async def _place(self, peer: Peer, at: int) -> _Place | None:
+    async def _place(self, peer: Peer, at: int) -> Place | None:
         group = self._groups.get(peer, ())
         if at not in group:  # another store than the first one failed: one by one
             return (await self._lease(peer, [at])).get(at)
@@ -132,8 +135,8 @@ class Loading:
             task.add_done_callback(_heard)
         return (await asyncio.shield(task)).get(at)
 
-    async def _lease(self, peer: Peer, group: list[int]) -> dict[int, _Place]:
-        places: dict[int, _Place] = {}
+    async def _lease(self, peer: Peer, group: list[int]) -> dict[int, Place]:
+        places: dict[int, Place] = {}
         for first in range(0, len(group), messages.BATCH):
             batch = group[first : first + messages.BATCH]
             names = tuple(format_name(self._reads[at].key) for at in batch)
@@ -143,7 +146,7 @@ class Loading:
             )
             for at, slot in zip(batch, answer.slots, strict=False):
                 if slot is not None:
-                    places[at] = _Place(*slot, asked)
+                    places[at] = Place(*slot, asked)
                     self._guards[at].when_idle(partial(peer.release, slot[2]))
         return places
 
@@ -170,6 +173,6 @@ def _first(buffer: Buffer, nbytes: int) -> Buffer:
     return Buffer(buffer.address, nbytes, buffer.kind, view, buffer.hold)
 
 
-def _heard(task: asyncio.Task[dict[int, _Place]]) -> None:
+def _heard(task: asyncio.Task[dict[int, Place]]) -> None:
     if not task.cancelled():
         task.exception()  # every read of the group hears of it

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import BackendError, IntegrityError
 from cacheflow.storage_backends.pool import lane
+from cacheflow.storage_backends.pool.channel import Refused
 from cacheflow.storage_backends.pool.lane import Operation, Status
 from cacheflow.storage_backends.pool.target import ANSWER, TcpTarget
 from cacheflow.storage_backends.threads import IoThreads
@@ -212,7 +213,7 @@ def _read(connection: socket.socket, pieces: Sequence[Piece]) -> None:
     lane.send(connection, b"".join(asked))
     for piece in pieces:
         if lane.read_reply(connection, piece.buffer.nbytes) is not Status.OK:
-            raise ConnectionError("the store has no lease of ours on it any more")
+            raise Refused("lease", "there is no lease of ours on it", "load", "tcp")
         assert piece.buffer.view is not None
         receive(connection, piece.buffer.view)
 

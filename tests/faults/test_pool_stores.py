@@ -7,20 +7,19 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any, Final
-from unittest import mock
 
 import pytest
 
 from cacheflow.errors import BackendError
-from cacheflow.storage_backends.pool import PoolBackend, tcp
+from cacheflow.storage_backends.pool import PoolBackend
 from cacheflow.testing.etcd_server import find_etcd, running_etcd
-from cacheflow.testing.objects import aligned_buffer, load_one, make_object
+from cacheflow.testing.objects import aligned_buffer, make_object
 from cacheflow.testing.storage_harness import load_all, store_all
 from cacheflow.testing.store_process import StoreProcess
 from cacheflow.types import Read, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from pathlib import Path
 
     from cacheflow.testing.objects import StoredObject
@@ -30,6 +29,19 @@ LIMIT: Final = 10.0
 """Seconds within which something must happen."""
 OBJECTS: Final = [make_object(number) for number in range(24)]
 QUICK: Final = {"request_seconds": 0.3, "transfer_seconds": 0.5, "connect_seconds": 0.5}
+
+
+@pytest.fixture(scope="module")
+def spill(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the store's disk."""
+    return tmp_path_factory.mktemp("store") / "spill"
+
+
+@pytest.fixture(scope="module")
+def store(spill: Path) -> Iterator[StoreProcess]:
+    """A store for several tests: whoever ends it starts it again."""
+    with StoreProcess(spill.parent / "log", arena="2MiB", spill=spill) as store:
+        yield store
 
 
 @asynccontextmanager
@@ -51,6 +63,15 @@ async def started(*stores: StoreProcess) -> AsyncIterator[None]:
     finally:
         for store in stores:
             await asyncio.to_thread(store.kill)
+
+
+@asynccontextmanager
+async def filled(store: StoreProcess) -> AsyncIterator[PoolBackend]:
+    """A client of a store that has all objects and nothing else."""
+    async with opened(store) as backend:
+        await backend.delete([info.key async for info in backend.scan()])
+        await store_all(backend, *OBJECTS)
+        yield backend
 
 
 async def until(reached: Callable[[], Awaitable[bool]]) -> None:
@@ -102,15 +123,13 @@ async def none_there(backend: PoolBackend) -> bool:
     return TransferStatus.OK not in await Load(backend).round(OBJECTS)
 
 
-async def test_a_killed_store_is_a_miss_and_comes_back(tmp_path: Path) -> None:
+async def test_a_killed_store_is_a_miss_and_comes_back(store: StoreProcess, spill: Path) -> None:
     """kill -9 under load: reads end soon as misses, no byte is wrong; started again on its disk the
     store is used again, with what it had, by the client that was there all the time."""
-    store = StoreProcess(tmp_path / "log", arena="2MiB", spill=tmp_path / "spill")
-    async with started(store), opened(store) as backend:
-        await store_all(backend, *OBJECTS)
+    async with filled(store) as backend:
         load, stop = Load(backend), asyncio.Event()
         running = asyncio.create_task(load.run(stop))
-        await until(lambda: on_disk(tmp_path, len(OBJECTS)))
+        await until(lambda: on_disk(spill, len(OBJECTS)))
         await asyncio.to_thread(store.kill)
         await until(lambda: none_there(backend))
         [refused] = await backend.store([OBJECTS[0].write()])
@@ -122,19 +141,17 @@ async def test_a_killed_store_is_a_miss_and_comes_back(tmp_path: Path) -> None:
         assert load.longest < 3.0
 
 
-async def on_disk(folder: Path, count: int) -> bool:
+async def on_disk(spill: Path, count: int) -> bool:
     def files() -> int:
-        return sum(path.is_file() for path in (folder / "spill" / "objects").rglob("*"))
+        return sum(path.is_file() for path in (spill / "objects").rglob("*"))
 
     return await asyncio.to_thread(files) == count
 
 
-async def test_a_stopped_store_is_a_miss_until_it_goes_on(tmp_path: Path) -> None:
+async def test_a_stopped_store_is_a_miss_until_it_goes_on(store: StoreProcess) -> None:
     """SIGSTOP under load: nothing waits longer than its deadlines, then nobody waits at all; after
     SIGCONT the store is used again."""
-    store = StoreProcess(tmp_path / "log", arena="2MiB")
-    async with started(store), opened(store) as backend:
-        await store_all(backend, *OBJECTS)
+    async with filled(store) as backend:
         load, stop = Load(backend), asyncio.Event()
         running = asyncio.create_task(load.run(stop))
         store.send(SIGSTOP)
@@ -149,80 +166,18 @@ async def test_a_stopped_store_is_a_miss_until_it_goes_on(tmp_path: Path) -> Non
         assert load.longest < 3.0
 
 
-async def test_a_store_that_comes_back_empty_is_no_error(tmp_path: Path) -> None:
-    """Without a disk a restarted store has nothing: misses, and what is stored then is there."""
-    store = StoreProcess(tmp_path / "log", arena="2MiB")
-    async with started(store), opened(store) as backend:
-        await store_all(backend, *OBJECTS)
-        await asyncio.to_thread(store.kill)
-        await asyncio.to_thread(store.start)
-        await until(lambda: is_empty(backend))
-        await store_all(backend, *OBJECTS)
-        assert await all_there(backend)
-
-
-async def is_empty(backend: PoolBackend) -> bool:
-    try:
-        return await backend.used_bytes() == 0
-    except BackendError:
-        return False
-
-
-async def test_a_drained_store_finishes_and_keeps_what_it_has(tmp_path: Path) -> None:
+async def test_a_drained_store_finishes_and_keeps_what_it_has(
+    store: StoreProcess, spill: Path
+) -> None:
     """SIGTERM: the store writes everything to its disk and ends with status 0."""
-    store = StoreProcess(tmp_path / "log", arena="2MiB", spill=tmp_path / "spill")
-    async with started(store), opened(store) as backend:
-        await store_all(backend, *OBJECTS)
+    async with filled(store) as backend:
         assert await asyncio.to_thread(store.stop) == 0
-        assert await on_disk(tmp_path, len(OBJECTS))
+        assert await on_disk(spill, len(OBJECTS))
         await asyncio.to_thread(store.start)
         await until(lambda: all_there(backend))
         found = [info async for info in backend.scan()]
         assert {info.key for info in found} == {each.key for each in OBJECTS}
         assert await backend.used_bytes() == sum(each.info.nbytes for each in OBJECTS)
-
-
-async def test_a_lease_that_ends_during_a_read_is_noticed(tmp_path: Path) -> None:
-    """A read that is held up until its lease is over and its slot used again is a miss, whatever
-    bytes came; one whose slot still has the same generation is believed."""
-    mine, *others = [make_object(number) for number in range(12)]
-    size = mine.info.nbytes
-    store = StoreProcess(tmp_path / "log", arena=8 * size, lease_seconds=0.2)
-    async with started(store):
-        for is_replaced in (False, True):
-            async with opened(store, transfer_seconds=10.0) as backend:
-                await store_all(backend, mine)
-                gate = asyncio.Event()
-                loop = asyncio.get_running_loop()
-                began = asyncio.Event()
-
-                def held(*args: Any, real: Any = tcp.receive, loop: Any = loop) -> None:
-                    loop.call_soon_threadsafe(began.set)  # noqa: B023
-                    asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(LIMIT)  # noqa: B023
-                    real(*args)
-
-                with mock.patch.object(tcp, "receive", held):
-                    reading = asyncio.create_task(load_one(backend, mine.key, 0, size))
-                    await asyncio.wait_for(began.wait(), LIMIT)
-                    await until(lambda: no_leases(backend))
-                    if is_replaced:
-                        await backend.delete([mine.key])
-                        await store_all(backend, *others[:8])
-                    gate.set()
-                    result, data = await reading
-            if is_replaced:
-                assert result.status is TransferStatus.MISSING
-                assert "lease" in str(result.error)
-            else:
-                assert result.status is TransferStatus.OK
-                assert data == mine.data
-
-
-async def no_leases(backend: PoolBackend) -> bool:
-    from cacheflow.pool import messages
-
-    [peer] = backend.members.up
-    return (await peer.ask(messages.Stat(), messages.StatReply)).leases == 0
 
 
 @pytest.mark.skipif(find_etcd() is None, reason="no etcd here: apt-get install etcd-server")
@@ -242,9 +197,7 @@ async def test_a_store_joins_and_one_dies_under_load(tmp_path: Path) -> None:
         async with opened(etcd=etcd, discovery_seconds=0.1) as backend:
             await until(lambda: peers_are(backend, 2))
             await store_all(backend, *OBJECTS)
-            homes = {
-                each.key: backend.members.placement.of(each.key.chunk.digest)[0] for each in OBJECTS
-            }
+            homes = {each.key: home(backend, each) for each in OBJECTS}
             load, stop = Load(backend), asyncio.Event()
             running = asyncio.create_task(load.run(stop))
             await asyncio.to_thread(stores[2].start)
@@ -272,21 +225,3 @@ def home(backend: PoolBackend, each: StoredObject) -> str:
 async def peers_are(backend: PoolBackend, count: int) -> bool:
     peers = backend.members.peers.values()
     return len(peers) == count and all(peer.is_up for peer in peers)
-
-
-async def test_replicas_survive_the_death_of_a_store(tmp_path: Path) -> None:
-    """With two copies of everything any one of three stores may die: all is still there."""
-    stores = [StoreProcess(tmp_path / f"log{n}", arena="4MiB") for n in range(3)]
-    async with started(*stores), opened(*stores, replicas=2) as backend:
-        await store_all(backend, *OBJECTS)
-        assert await backend.used_bytes() == 2 * sum(each.info.nbytes for each in OBJECTS)
-        await asyncio.to_thread(stores[1].kill)
-        assert await all_there(backend)
-        await until(lambda: peers_up(backend, 2))
-        with pytest.raises(BackendError, match="cannot be reached"):
-            await backend.delete([OBJECTS[0].key])
-        assert await Load(backend).round(OBJECTS[:1]) == [TransferStatus.MISSING]
-
-
-async def peers_up(backend: PoolBackend, count: int) -> bool:
-    return len(backend.members.up) == count

@@ -133,12 +133,15 @@ def test_any_numbers(store: StoreProcess, good: Client, data: st.DataObject) -> 
     sender's for instance, change nothing and are answered."""
     number = st.integers(0, 2**63 - 1)
     requests: list[tuple[Kind, messages.Message]] = [
-        (Kind.RELEASE, messages.Release(generations=tuple(data.draw(st.lists(number))))),
+        (
+            Kind.RELEASE,
+            messages.Release(generations=tuple(data.draw(st.lists(number))), looked_up=False),
+        ),
         (Kind.ABORT, messages.Abort(generations=tuple(data.draw(st.lists(number))))),
         (Kind.COMMIT, messages.Commit(slots=((data.draw(number), data.draw(number)),))),
         (Kind.SCAN, messages.Scan(after=data.draw(number))),
         (Kind.ALLOC, messages.Alloc(headers=(data.draw(st.binary(max_size=99)),))),
-        (Kind.LOOKUP, messages.Lookup(chunks=(bytes(32),), known=(data.draw(number),))),
+        (Kind.LOOKUP, messages.Lookup(chunks=(bytes(32),), known=(data.draw(number),), lease=True)),
     ]
     with Client(store.port) as client:
         client.hello()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HELLO = messages.Hello(client="one", token=b"secret", offers=(("nixl", b"\0\xff"), ("tcp", b"")))
 EXAMPLES: list[tuple[Kind, Message]] = [
     (Kind.HELLO, HELLO),
-    (Kind.LOOKUP, messages.Lookup(chunks=(bytes(32),), known=(1, 2**63 - 1))),
+    (Kind.LOOKUP, messages.Lookup(chunks=(bytes(32),), known=(1, 2**63 - 1), lease=True)),
     (Kind.LEASE, messages.Lease(names=("a", "b"))),
     (Kind.COMMIT, messages.Commit(slots=((7, 2**64 - 1),))),
     (Kind.ALLOC, messages.Alloc(headers=(b"header",))),

@@ -105,6 +105,24 @@ async def test_nobody_enters_without_a_grant(
     assert slot.hold.in_flight == 1
 
 
+async def test_the_lease_of_lookups_is_one_of_its_own(arena: Arena) -> None:
+    """Lookups renew one lease; releases of reads leave it alone, and it ends by itself."""
+    grants = Grants()
+    slot = await put(arena, 1)
+    gen = slot.generation
+    assert grants.lease("one", slot, 10.0, looked_up=True)
+    assert not grants.lease("one", slot, 20.0, looked_up=True)
+    assert not grants.lease("one", slot, 20.0)
+    assert grants.in_use == 1
+    grants.release("one", gen)
+    grants.release("one", gen)
+    assert (grants.leases, grants.in_use) == (1, 0)
+    grants.expired(19.0)
+    assert grants.leases == 1
+    grants.release("one", gen, looked_up=True)
+    assert (grants.leases, slot.hold.in_flight) == (0, 0)
+
+
 async def test_a_client_that_goes_leaves_nothing(arena: Arena) -> None:
     """All that a client had is free again, the slots it was filling are named, and others keep
     theirs."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 from urllib.request import urlopen
 
 import pytest
@@ -15,14 +16,14 @@ from cacheflow.errors import BackendError, ConfigError
 from cacheflow.kv import decode_header, encode_header
 from cacheflow.memory import buffer_from
 from cacheflow.pool import StoreSettings, messages, running
-from cacheflow.storage_backends.pool import PoolBackend
+from cacheflow.storage_backends.pool import PoolBackend, tcp
 from cacheflow.storage_backends.pool.channel import Channel, Refused
 from cacheflow.testing.objects import load_one, make_object
 from cacheflow.testing.storage_harness import store_all
 from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from cacheflow.pool import StoreServer
@@ -248,7 +249,6 @@ async def test_metrics_say_what_happened_and_over_which_transport() -> None:
         "cacheflow_pool_lookup_chunks_total 4.0",
         "cacheflow_pool_lookup_hits_total 3.0",
         "cacheflow_pool_commits_total 3.0",
-        "cacheflow_pool_leases_total 3.0",
         f'cacheflow_tier_used_bytes{{tier="arena"}} {float(3 * SIZE)}',
     ):
         assert line in text.splitlines()
@@ -263,8 +263,8 @@ async def test_headers_are_sent_once() -> None:
         assert await backend.lookup([stored.key.chunk]) == [[stored.info]]
         [peer] = backend.members.up
         [known] = backend._headers[peer.name].known([stored.key.chunk])
-        request = messages.Lookup(chunks=(stored.key.chunk.digest,), known=(known,))
-        assert (await peer.ask(request, messages.LookupReply)).found == (((known, b""),),)
+        request = messages.Lookup(chunks=(stored.key.chunk.digest,), known=(known,), lease=False)
+        assert (await peer.ask(request, messages.LookupReply)).found == (((known, b"", 0),),)
         assert await backend.lookup([stored.key.chunk]) == [[stored.info]]
         await store_all(backend, new)
         assert await backend.lookup([stored.key.chunk]) == [[new.info]]
@@ -345,3 +345,67 @@ def test_unusable_settings_are_named(settings: dict[str, Any], said: str) -> Non
     not started by accident."""
     with pytest.raises(ConfigError, match=said):
         StoreSettings(**settings)
+
+
+async def test_a_lease_that_ends_during_a_read_is_noticed() -> None:
+    """A read that is held up until its lease is over and its slot used again is a miss, whatever
+    bytes came; one whose slot still has the same generation is believed."""
+    mine, *others = [make_object(number) for number in range(9)]
+    async with (
+        serving(lease_seconds=0.2) as server,
+        client(server, transfer_seconds=20.0) as backend,
+    ):
+        for is_replaced in (False, True):
+            await store_all(backend, mine)
+            began, gate = asyncio.Event(), asyncio.Event()
+            with mock.patch.object(tcp, "receive", held_up(began, gate)):
+                reading = asyncio.create_task(load_one(backend, mine.key, 0, SIZE))
+                await asyncio.wait_for(began.wait(), 10.0)
+                async with asyncio.timeout(10.0):
+                    while server.directory.grants.leases:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                if is_replaced:
+                    await server.directory.delete([mine.key])
+                    for each in others:
+                        await store_all(backend, each)
+                gate.set()
+                result, data = await reading
+            if is_replaced:
+                assert result.status is TransferStatus.MISSING
+                assert "lease" in str(result.error)
+            else:
+                assert (result.status, data) == (TransferStatus.OK, mine.data)
+
+
+def held_up(began: asyncio.Event, gate: asyncio.Event) -> Callable[..., None]:
+    """What receives bytes into the caller's memory, on its thread, when ``gate`` is set."""
+    loop, receive = asyncio.get_running_loop(), tcp.receive
+
+    def held(*args: Any) -> None:
+        loop.call_soon_threadsafe(began.set)
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(20.0)
+        receive(*args)
+
+    return held
+
+
+async def test_replicas_survive_the_death_of_a_store() -> None:
+    """With two copies of everything any one of three stores may die: all is still there. What has
+    to be deleted everywhere says that it is not known to be."""
+    objects = [make_object(number) for number in range(12)]
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(serving(arena=1 << 20)) for _ in range(2)]
+        third = serving(arena=1 << 20)
+        servers.append(await third.__aenter__())
+        peers = [f"localhost:{server.port}" for server in servers]
+        backend = await PoolBackend.open({"peers": peers, "transports": ["tcp"], "replicas": 2})
+        stack.push_async_callback(backend.aclose)
+        await store_all(backend, *objects)
+        assert await backend.used_bytes() == 2 * sum(each.info.nbytes for each in objects)
+        await third.__aexit__(None, None, None)
+        assert await there(backend, objects) == list(range(12))
+        with pytest.raises(BackendError, match="cannot be reached"):
+            await backend.delete([objects[0].key])
+        assert await there(backend, objects[:1]) == []
+        [stored] = await backend.store([objects[0].write()])
+        assert stored.status is TransferStatus.OK
