@@ -44,7 +44,7 @@ def graph_of(flow: CacheFlow) -> Any:
     async def answer(state: State) -> dict[str, Any]:
         session, report = flow.session(state["session"]), Generation()
         messages = convert_to_openai_messages(state["messages"])
-        made = session.generate(messages, max_new_tokens=24, report=report)  # type: ignore[arg-type]
+        made = session.generate(messages, max_new_tokens=24, report=report)
         text = chat.decode([token async for token in made])
         show(session.id, report.usage.prompt_tokens, report.usage.cached_tokens)
         return {"messages": AIMessage(text)}
