@@ -24,13 +24,14 @@ class _Nixl:
     """A :class:`cacheflow.pool.TransportKind`."""
 
     async def open_transport(self, tls: SSLContext | None) -> NixlTransport:
+        """``tls`` is of no use: what protects RDMA is the network that it runs on."""
         return await NixlTransport.open()
 
     async def open_target(
         self, arena: Buffer, access: Access, host: str, port: int, tls: SSLContext | None
     ) -> NixlTarget:
-        """``access``, ``host``, ``port`` and ``tls`` are of no use: UCX listens where it likes
-        (``UCX_NET_DEVICES``), and hardware asks nobody."""
+        """Nor are the others: UCX listens where it likes (``UCX_NET_DEVICES``), and hardware asks
+        nobody for access."""
         return await NixlTarget.open(arena)
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from cacheflow.errors import BackendError, ConfigError
@@ -27,6 +28,7 @@ INSTALL: Final = "pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1 numpy"
 
 Way: TypeAlias = Literal["READ", "WRITE"]
 _BUILDS: Final = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 _DEVICE_ORDINAL: Final = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of the CUDA driver."""
 Range: TypeAlias = tuple[int, int]
@@ -82,6 +84,7 @@ class UcxAgent:
 
     def __init__(self, name: str) -> None:
         api = _import_api()
+        check_fabric()
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(name, config)
@@ -131,6 +134,20 @@ class UcxAgent:
 
     def progress(self) -> None:
         self._agent.get_new_notifs()
+
+
+def check_fabric() -> None:
+    """Raises ConfigError where UCX would have nothing but sockets, unless ``UCX_TLS`` asks for it.
+
+    Over sockets UCX reads remote memory by messages, and a store whose client goes away in the
+    middle of one can end with "Fatal: unexpected error" (docs/nixl.md). Our own tcp transport is
+    as fast there, and does not.
+    """
+    if "UCX_TLS" not in os.environ and not any(_RDMA_DEVICES.glob("*")):
+        raise ConfigError(
+            f"no RDMA device is here ({_RDMA_DEVICES} is empty): transport tcp does as well; to "
+            "use NIXL all the same, set UCX_TLS (all: whatever UCX finds)"
+        )
 
 
 def why_missing() -> str | None:

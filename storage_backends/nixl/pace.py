@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["SERVE_SECONDS", "Pace"]
+__all__ = ["Pace"]
 
-SERVE_SECONDS: Final = 0.001
-"""Between two turns of progress for peers, while they want any: seen to be enough."""
 _SHORTEST: Final = 20e-6
 _LONGEST: Final = 0.02
 _SHARE: Final = 1 / 16
@@ -31,9 +29,10 @@ class Pace:
         """Something began or ended."""
         self.last = now
 
-    def wait(self, now: float, *, in_flight: bool, serving: bool) -> float | None:
-        """Seconds until the next look; None: none is needed until something is begun."""
-        if in_flight:
-            wait = min(max((now - self.last) * _SHARE, _SHORTEST), _LONGEST)
-            return min(wait, SERVE_SECONDS) if serving else wait
-        return SERVE_SECONDS if serving else None
+    def wait(self, now: float, *, in_flight: bool, serving: float | None) -> float | None:
+        """Seconds until the next look, at most ``serving``; None: none is needed until something is
+        begun."""
+        if not in_flight:
+            return serving
+        wait = min(max((now - self.last) * _SHARE, _SHORTEST), _LONGEST)
+        return wait if serving is None else min(wait, serving)

@@ -125,9 +125,9 @@ class Reactor:
         else:
             self._todo.put(lambda agent: attempt(partial(work, agent)))
 
-    def serve(self, is_wanted: bool) -> None:
-        """Whether peers may be at our memory: then the thread makes progress for them."""
-        self._todo.put(lambda agent: setattr(self._traffic, "serving", is_wanted))
+    def serve(self, every: float | None) -> None:
+        """Make progress for peers that may be at our memory, after so many seconds each time."""
+        self._todo.put(lambda agent: setattr(self._traffic, "serving", every))
 
     async def aclose(self, seconds: float) -> bool:
         """Withdraw what has not begun, wait a while for the rest; True if it has ended.
@@ -171,10 +171,10 @@ class Reactor:
         self._on_loop(self._ended.set)
 
     def _take_orders(self, agent: Agent) -> None:
-        """All there are; sleeps until there is one, or until the next turn is due."""
+        """All there are now; sleeps until there is one, or until the next turn is due."""
         with contextlib.suppress(queue.Empty):
             self._todo.get(timeout=self._traffic.wait())(agent)
-            while not self._is_stopping:
+            for _ in range(self._todo.qsize()):  # what comes meanwhile waits for the next turn
                 self._todo.get_nowait()(agent)
 
     def _arrive(self, flight: Flight, error: Exception | None) -> None:

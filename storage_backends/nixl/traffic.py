@@ -31,8 +31,8 @@ class Traffic:
 
     def __init__(self, depth: int, ended: Callable[[Flight, Exception | None], None]) -> None:
         self.flying: list[Flight] = []
-        self.serving = False
-        """Peers may be at our memory: progress is made for them."""
+        self.serving: float | None = None
+        """Seconds between two turns in which progress is made for peers; None: none is."""
         self.when_idle: deque[Callable[[Agent], None]] = deque()
         """To be done as soon as nothing is in flight."""
         self._depth: Final = depth
@@ -62,7 +62,7 @@ class Traffic:
             self._look(agent, flight)
         while self.when_idle and not self.flying:
             attempt(partial(self.when_idle.popleft(), agent))
-        if self.serving:
+        if self.serving is not None:
             attempt(agent.progress)
 
     def part(self, agent: Agent, peer: str, parted: Callable[[], None]) -> None:

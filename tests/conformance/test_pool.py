@@ -7,7 +7,7 @@ import os
 import re
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -42,6 +42,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Store
 class TestPool(StorageBackendTests):
     """The real protocol and real processes; the back door is the store's memory."""
 
+    transport: ClassVar[str] = "tcp"
+
     @pytest.fixture(autouse=True)
     def _on(self, stores: dict[int, StoreProcess]) -> None:
         self.stores = stores
@@ -54,7 +56,7 @@ class TestPool(StorageBackendTests):
         return await self._open(where, SMALL)
 
     async def _open(self, where: Path, arena: int) -> StorageBackend:
-        options = {"peers": [self.stores[arena].address], "transports": ["tcp"]}
+        options = {"peers": [self.stores[arena].address], "transports": [self.transport]}
         backend = await PoolBackend.open(options)
         if self.where.get(arena) != where:
             self.where[arena] = where
@@ -97,7 +99,7 @@ class TestPool(StorageBackendTests):
     async def _channel(self) -> AsyncIterator[Channel]:
         store = self.stores[ARENA]
         channel = await Channel.connect("test", ("127.0.0.1", store.port), None)
-        hello = messages.Hello(client="back door", token=b"", offers=(("tcp", b""),))
+        hello = messages.Hello(client="back door", token=b"", offers=((self.transport, b""),))
         try:
             await channel.ask(hello, messages.HelloReply, 5.0)
             yield channel

@@ -37,13 +37,10 @@ PART = 1 << 20
 CONTENT = content(ARENA)
 
 
-@pytest.fixture(params=["tcp", "automatic"])
+@pytest.fixture(params=["tcp", "all"])
 def transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What UCX may use, in this process and in those it starts."""
-    if request.param == "tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")
-    else:
-        monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setenv("UCX_TLS", request.param)
     return str(request.param)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheflow.storage_backends.nixl.pace import SERVE_SECONDS, Pace
+from cacheflow.storage_backends.nixl.pace import Pace
 
 moments = st.floats(0, 1e6)
 
 
 def test_idle_costs_nothing() -> None:
     """With nothing in flight and nobody to serve there is no next look."""
-    assert Pace().wait(5.0, in_flight=False, serving=False) is None
-    assert Pace().wait(5.0, in_flight=False, serving=True) == SERVE_SECONDS
+    assert Pace().wait(5.0, in_flight=False, serving=None) is None
+    assert Pace().wait(5.0, in_flight=False, serving=0.05) == 0.05
 
 
 @given(moments, moments)
@@ -23,11 +23,11 @@ def test_looks_follow_what_moves(last: float, later: float) -> None:
     pace = Pace()
     pace.moved(last)
     now = last + later
-    wait = pace.wait(now, in_flight=True, serving=False)
+    wait = pace.wait(now, in_flight=True, serving=None)
     assert wait is not None
     assert 20e-6 <= wait <= 0.02
     assert wait <= max(20e-6, (now - last) / 16)
-    assert pace.wait(now, in_flight=True, serving=True) == min(wait, SERVE_SECONDS)
+    assert pace.wait(now, in_flight=True, serving=0.001) == min(wait, 0.001)
 
 
 def test_what_hangs_is_hardly_looked_at() -> None:
@@ -35,7 +35,7 @@ def test_what_hangs_is_hardly_looked_at() -> None:
     pace, now, looks = Pace(), 0.0, 0
     pace.moved(now)
     while now < 3600:
-        wait = pace.wait(now, in_flight=True, serving=False)
+        wait = pace.wait(now, in_flight=True, serving=None)
         assert wait is not None
         now, looks = now + wait, looks + 1
     assert looks < 60 * 3100

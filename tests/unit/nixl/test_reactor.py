@@ -46,7 +46,7 @@ async def running(agent: ScriptedAgent, depth: int = 16) -> AsyncIterator[Reacto
 
 async def turn(reactor: Reactor) -> None:
     """The thread has carried out what it was told, and has had a few turns since."""
-    for _ in range(4):
+    for _ in range(6):
         await reactor.call(lambda agent: None)
 
 
@@ -153,9 +153,9 @@ async def test_idle_means_no_looks() -> None:
         looks = agent.begun[0].looks
         await turn(reactor)
         assert (agent.begun[0].looks, agent.turns) == (looks, 0)
-        reactor.serve(True)
+        reactor.serve(0.001)
         assert await asyncio.to_thread(agent.served.wait, 5)
-        reactor.serve(False)
+        reactor.serve(None)
         await turn(reactor)
         turns = agent.turns
         await turn(reactor)
