@@ -48,11 +48,11 @@ class LoadDriver:
             if load is None:
                 await self._wake.wait()
                 continue
-            job = restorer.job(load.request_id)
-            assert job is not None, "the scheduler only loads for admitted requests"
-            self._start(load, job)
+            self._start(load)
 
-    def _start(self, load: Load, job: Job) -> None:
+    def _start(self, load: Load) -> None:
+        job = self._restorer.job(load.request_id)
+        assert job is not None, "the scheduler only loads for admitted requests"
         task = self._restorer.group.create_task(self._run(load, job))
         self._restorer.spawn(job, task)
         self._unstarted.add(load.id)
