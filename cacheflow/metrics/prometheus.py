@@ -46,11 +46,12 @@ class PrometheusObserver:
     """An observer that counts. Several in one process never clash: each owns its ``registry``.
 
     ``max_tenants``: so many, first come, have a label of their own; the others are ``other``.
+    ``stage``: the number of this rank's pipeline stage.
     """
 
-    def __init__(self, *, max_tenants: int = 20) -> None:
+    def __init__(self, *, max_tenants: int = 20, stage: int | None = None) -> None:
         self.registry = CollectorRegistry()
-        self.series = Series(self.registry)
+        self.series = Series(self.registry, stage)
         self._busy_until: dict[tuple[str, str], float] = {}
         self._managed: set[str] = set()
         """Tiers that say themselves what they do not take."""
@@ -62,8 +63,8 @@ class PrometheusObserver:
         series = self.series
         match event:
             case LayersComputed():
-                stage = "suffix" if event.is_suffix else "prefix"
-                series.compute_busy.labels(stage).inc(event.stop - event.starts[0])
+                busy = series.computed(is_suffix=event.is_suffix)
+                busy.inc(event.stop - event.starts[0])
             case LoadEnded():
                 self._loaded(event)
             case LookedUp():

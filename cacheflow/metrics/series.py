@@ -21,9 +21,12 @@ _SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class Series:
-    """Every metric of one instance, in that instance's ``registry``."""
+    """Every metric of one instance, in that instance's ``registry``.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    ``stage``: of a pipeline; it then stands in front of what the ``stage`` label says.
+    """
+
+    def __init__(self, registry: CollectorRegistry, stage: int | None = None) -> None:
         self._registry = registry
         self._requests()
         self._transfers()
@@ -31,9 +34,14 @@ class Series:
         self._costs()
         for to in ("load", "recompute"):  # a rate is known before the first of them
             self.fallbacks.labels(to)
-        for stage in ("prefix", "suffix"):
-            self.compute_busy.labels(stage)
+        self._stage = "" if stage is None else f"{stage}/"
+        for suffix in (False, True):
+            self.computed(is_suffix=suffix)
         self.hedged.labels("recompute")
+
+    def computed(self, *, is_suffix: bool) -> Counter:
+        """Compute's seconds: ``prefix`` and ``suffix``; ``1/prefix``, ... in a pipeline's stage."""
+        return self.compute_busy.labels(self._stage + ("suffix" if is_suffix else "prefix"))
 
     def _requests(self) -> None:
         self.ttft = self._histogram(

@@ -69,7 +69,11 @@ class StageDriver:
         request = job.request
         same = (len(request.tokens), request.resident, job.spec.prefix_tokens)
         lacks = self._lacks(job, shared)
-        stored, shared.relayed = await self.engine.agree(job.spec.id, stored, same, lacks)
+        try:
+            stored, shared.relayed = await self.engine.agree(job.spec.id, stored, same, lacks)
+        except PeerError as error:
+            self.engine.give_up(job.spec.id, str(error))
+            raise
         return stored
 
     def coverage(self, job: Job, coverage: Coverage) -> Coverage:

@@ -43,7 +43,9 @@ class Rank:
     reference: dict[str, Any]
     events: list[Event] = field(default_factory=list)
 
-    async def turn(self, policy: str = "adaptive", *, save: bool = False) -> dict[str, Any]:
+    async def turn(
+        self, policy: str = "adaptive", *, save: bool = False, prompt: list[int] = PROMPT
+    ) -> dict[str, Any]:
         """Generate after the prompt with nothing in memory; what came of it, and compare the KV."""
         from cacheflow.session import Generation
 
@@ -51,7 +53,7 @@ class Rank:
         report = Generation()
         session = self.flow.session("talk")
         options: dict[str, Any] = {"max_new_tokens": NEW, "policy": policy}
-        turns = session.generate(PROMPT, save=save, report=report, **options)
+        turns = session.generate(prompt, save=save, report=report, **options)
         tokens = [token async for token in turns]
         same = self.is_same_as_reference(self.engine.open_requests[0])
         await self.flow.flush(30.0)
@@ -273,3 +275,57 @@ def test_a_killed_rank_is_an_error_everywhere(
             assert found["intact"]
             assert found["left"] == []
             assert found["staged"] == 0
+
+
+async def fall_out(seat: Seat, folder: str) -> dict[str, Any]:
+    """Turns that end, or differ, on one rank only; and one after each that works."""
+    from cacheflow.errors import PeerError
+
+    found: dict[str, Any] = {}
+
+    async def error_of(turn: Any) -> str:
+        try:
+            return str(await turn)
+        except PeerError as error:
+            return f"PeerError: {error}"
+
+    async with running(seat, folder) as rank:
+        await rank.turn(save=True)
+        if seat.rank == 1:
+            begun = asyncio.Event()
+
+            async def wait(read: object) -> None:
+                begun.set()
+                await asyncio.sleep(3600.0)
+
+            rank.store.before_read = wait
+            task = asyncio.create_task(rank.turn("load"))
+            await begun.wait()
+            task.cancel()
+            await asyncio.wait([task])
+            rank.store.before_read = None
+            found["cancelled"] = str(task.cancelled())
+        else:
+            found["cancelled"] = await error_of(rank.turn("load"))
+        found["after"] = await rank.turn("load")
+        other = PROMPT + [5] * (40 * seat.rank)
+        found["different"] = await error_of(rank.turn("load", prompt=other))
+        found["again"] = await rank.turn("recompute")
+        found["left"] = [*rank.engine.open_requests, *map(str, rank.flow.restorer._jobs)]
+    return found
+
+
+def test_a_turn_that_ends_on_one_rank_ends_on_all(folder: Path) -> None:
+    """Cancelled on one rank it fails on the other and says which stage gave it up; asked different
+    things, both say so. The next turn works, bit for bit, and nothing is left."""
+    tokens = [int(token) for token in (folder / "tokens").read_text().split()]
+    ranks = run_ranks(2, fall_out, str(folder), deadline=100.0)
+    assert ranks[0]["cancelled"].startswith("PeerError: stage 1 gave up 'talk/")
+    assert ranks[1]["cancelled"] == "True"
+    for found in ranks:
+        assert found["different"].startswith("PeerError: "), found
+        assert "(tokens, resident, restorable)" in found["different"]
+        for turn in (found["after"], found["again"]):
+            assert turn["same"]
+            assert turn["tokens"] == tokens
+        assert found["left"] == []

@@ -72,6 +72,17 @@ def test_series_add_up() -> None:
     assert value("cacheflow_restore_seconds_sum", ended) == pytest.approx(0.6)
 
 
+def test_a_pipeline_stage_has_its_number_in_the_label() -> None:
+    """What compute did in stage 1 is told apart from what it did in others."""
+    observer = PrometheusObserver(stage=1)
+    for event in EVENTS:
+        observer(event)
+    value = observer.registry.get_sample_value
+    for stage, seconds in (("1/prefix", 0.5), ("1/suffix", 0.2)):
+        busy = value("cacheflow_compute_busy_seconds_total", {"stage": stage})
+        assert busy == pytest.approx(seconds)
+
+
 def test_instances_do_not_clash() -> None:
     """Two in one process have registries of their own (field report 157)."""
     first, second = PrometheusObserver(), PrometheusObserver()
