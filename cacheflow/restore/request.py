@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cacheflow.types import RequestSpec, Segment
 
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from cacheflow.tiers import Located
     from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, Offering, TileGrid
 
-__all__ = ["Job", "Restoration", "RestoreRequest", "TileHistory"]
+__all__ = ["BrokeOff", "Job", "Restoration", "RestoreRequest", "TileHistory"]
+
+
+BrokeOff: TypeAlias = "Callable[[int, Sequence[Segment]], None]"
+"""Told, when a restore is cancelled, how many leading tokens are restored all the same (whole
+tiles), and how they were computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,6 @@ class RestoreRequest:
     """When the first token is wanted, on the restorer's clock."""
     stamp: Stamp | None = None
     """Whose chunks are taken; None: the restorer's."""
-    broke_off: Callable[[int, Sequence[Segment]], None] | None = None
-    """Told, when the restore is cancelled, how many leading tokens are restored all the same (whole
-    tiles), and how they were computed."""
 
     def spec(
         self, layout: KVLayout, grid: TileGrid, stored: int | None = None, *, fed: bool = False
@@ -123,6 +125,7 @@ class Job:
     request: RestoreRequest
     spec: RequestSpec
     done: asyncio.Future[None]
+    broke_off: BrokeOff | None = None
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Nothing of the request is left in the restorer."""
     located: dict[str, Located] = field(default_factory=dict)

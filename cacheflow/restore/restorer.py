@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cacheflow.abc import Recomputer, StorageBackend
     from cacheflow.clock import Clock
     from cacheflow.memory import StagingPool
+    from cacheflow.restore.request import BrokeOff
     from cacheflow.scheduling import BatchScheduler, Policy
     from cacheflow.tiers import Located
     from cacheflow.types import (
@@ -122,7 +123,9 @@ class Restorer:
             if group is not None:
                 await group.__aexit__(None, None, None)
 
-    async def run(self, request: RestoreRequest, policy: Policy) -> Restoration:
+    async def run(
+        self, request: RestoreRequest, policy: Policy, broke_off: BrokeOff | None = None
+    ) -> Restoration:
         """Restore the prefix and compute the suffix; the engine must have the request open.
 
         Cancelling takes the request back at once, whatever is in flight: on return nothing of it
@@ -135,6 +138,7 @@ class Restorer:
         if self._group is None:
             raise ClosedError("the restorer is not running; use it inside 'async with'")
         job = self._register(request)
+        job.broke_off = broke_off
         outcome = "failed"
         try:
             stored = await self._look_up(job, policy)
@@ -378,10 +382,11 @@ class Restorer:
         if job.loads:
             await asyncio.wait(list(job.loads))
         await self._compute.idle(job)
-        if job.request.broke_off is not None and job.done.cancelled() and job.admitted:
+        broke_off, job.broke_off = job.broke_off, None
+        if broke_off is not None and job.done.cancelled() and job.admitted:
             done = self.scheduler.complete_tokens(job.spec.id)
             known = job.provenance(self.recomputer.grid_id)
-            job.request.broke_off(done, [s for s in known if s.stop <= done])
+            broke_off(done, [s for s in known if s.stop <= done])
         try:
             for start in self.scheduler.paused_tiles(job.spec.id):
                 await self.recomputer.discard(job.spec.id, start)

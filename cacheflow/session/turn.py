@@ -81,9 +81,8 @@ class Turn:
             ask.priority,
             ask.deadline,
             self._tenant.stamp,
-            kv.salvage,
         )
-        restoration = await flow.restorer.run(request, self._policy)
+        restoration = await flow.restorer.run(request, self._policy, kv.salvage)
         if restoration.prefix_tokens:
             span = Span(0, restoration.prefix_tokens)
             flow.engine.set_segments(request.id, span, restoration.segments)
