@@ -1,0 +1,114 @@
+"""The pool over NIXL when its store hangs, dies and comes back; loads land in registered memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from signal import SIGCONT, SIGSTOP
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from cacheflow.errors import BackendError
+from cacheflow.memory import StagingPool
+from cacheflow.storage_backends.nixl.agent import why_missing
+from cacheflow.testing.objects import make_object
+from cacheflow.testing.storage_harness import load_all, store_all
+from cacheflow.testing.store_process import StoreProcess
+from cacheflow.types import Read, TransferStatus
+from tests.faults.test_pool_stores import on_disk, opened, started, until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cacheflow.storage_backends.pool import PoolBackend
+
+if (reason := why_missing()) is not None:
+    pytest.skip(f"no NIXL here: {reason}", allow_module_level=True)
+
+OBJECTS: Final = [make_object(number) for number in range(24)]
+
+
+class StagedLoad:
+    """Somebody who reads all objects over and over, into leases of a registered pool."""
+
+    def __init__(self, backend: PoolBackend) -> None:
+        self.pool = StagingPool(4 << 20, pin=False)
+        self.longest = 0.0
+        self.statuses: set[TransferStatus] = set()
+        self._backend = backend
+        self._release = backend.register_memory(self.pool.arena)
+
+    async def round(self) -> set[TransferStatus]:
+        """One read of each object: its bytes, or a miss, and soon."""
+        start = time.monotonic()
+        leases = [await self.pool.lease(len(each.data)) for each in OBJECTS]
+        whole = [
+            Read(each.key, 0, lease.buffer) for each, lease in zip(OBJECTS, leases, strict=True)
+        ]
+        try:
+            with suppress(BackendError):  # of a lookup when no store is up
+                await self._backend.lookup([each.key.chunk for each in OBJECTS])
+            results = await load_all(self._backend, whole)
+        finally:
+            self.longest = max(self.longest, time.monotonic() - start)
+            contents = [bytes(lease.view) for lease in leases]
+            for lease in leases:
+                lease.release()
+        expected = {id(read): each.data for read, each in zip(whole, OBJECTS, strict=True)}
+        found = {id(read): data for read, data in zip(whole, contents, strict=True)}
+        assert len(results) == len(OBJECTS)
+        for result in results:
+            if result.status is TransferStatus.OK:
+                assert found[id(result.request)] == expected[id(result.request)]
+        return {result.status for result in results}
+
+    async def run(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            self.statuses |= await self.round()
+            await asyncio.sleep(0.005)
+
+    async def all_there(self) -> bool:
+        return await self.round() == {TransferStatus.OK}
+
+    async def none_there(self) -> bool:
+        return TransferStatus.OK not in await self.round()
+
+    async def nothing_held(self) -> bool:
+        return self.pool.leased_bytes == self.pool.quarantined_bytes() == 0
+
+    async def aclose(self) -> None:
+        self._release()
+        await self.pool.aclose()
+
+
+@pytest.mark.parametrize("transports", ["tcp", "all"])
+async def test_a_store_that_hangs_dies_and_comes_back(
+    transports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP, SIGCONT, kill -9 and a new start under load: every read ends soon, right or as a
+    miss; all memory comes back; the client that was there all the time goes on each time."""
+    monkeypatch.setenv("UCX_TLS", transports)
+    options = {"arena": "2MiB", "spill": tmp_path / "spill", "transports": '["nixl"]'}
+    store = StoreProcess(tmp_path / "log", **options)
+    async with started(store), opened(store, transports=["nixl"]) as backend:
+        await store_all(backend, *OBJECTS)
+        load, stop = StagedLoad(backend), asyncio.Event()
+        assert await load.all_there()
+        running = asyncio.create_task(load.run(stop))
+        await until(lambda: on_disk(tmp_path / "spill", len(OBJECTS)))
+        store.send(SIGSTOP)
+        await until(load.none_there)
+        store.send(SIGCONT)
+        await until(load.all_there)
+        await asyncio.to_thread(store.kill)
+        await until(load.none_there)
+        await asyncio.to_thread(store.start)
+        await until(load.all_there)
+        stop.set()
+        await running
+        await until(load.nothing_held)
+        assert load.longest < 3.0
+        assert load.statuses <= {TransferStatus.OK, TransferStatus.MISSING, TransferStatus.LATE}
+        await load.aclose()
