@@ -6,6 +6,7 @@ file it writes is a scratch file that is removed again.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import sys
@@ -13,15 +14,25 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from cacheflow.cli.output import human_bytes
 from cacheflow.cli.rates import copy_rate, disk_rates, hash_rate, supports_direct
 from cacheflow.errors import ConfigError
-from cacheflow.registry import BACKEND_GROUP, ENGINE_GROUP, available, load_backend, load_engine
+from cacheflow.registry import (
+    BACKEND_GROUP,
+    ENGINE_GROUP,
+    TRANSPORT_GROUP,
+    available,
+    load_backend,
+    load_engine,
+    load_transport,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from cacheflow.pool import TransportKind
 
 __all__ = ["Check", "Verdict", "checks"]
 
@@ -59,6 +70,7 @@ def checks(folder: Path) -> list[tuple[str, Callable[[], list[Check]]]]:
         ("CPU", _cpu),
         ("event loop", _loop),
         ("storage backends", lambda: _registered(BACKEND_GROUP, "backend", load_backend)),
+        ("transports", _transports),
         ("engines", lambda: _registered(ENGINE_GROUP, "engine", load_engine)),
         ("memory", _memory),
         (f"disk at {folder}", lambda: _disk(folder)),
@@ -130,6 +142,25 @@ def _registered(group: str, kind: str, load: Callable[[str], object]) -> list[Ch
         else:
             found.append(Check(f"{kind} {name}", Verdict.OK, "loads"))
     return found
+
+
+def _transports() -> list[Check]:
+    """How a memory pool can be reached. Each is really opened: being installed is not enough."""
+    found = []
+    for name in sorted(available(TRANSPORT_GROUP)):
+        try:
+            asyncio.run(_open_and_close(name))
+        except (ConfigError, AttributeError) as error:  # AttributeError: a stale entry point
+            found.append(Check(f"transport {name}", Verdict.NOTE, "not usable", str(error)))
+        else:
+            found.append(Check(f"transport {name}", Verdict.OK, "works"))
+    return found
+
+
+async def _open_and_close(name: str) -> None:
+    kind = cast("TransportKind", load_transport(name))
+    transport = await kind.open_transport(None)
+    await transport.aclose()
 
 
 def _memory() -> list[Check]:

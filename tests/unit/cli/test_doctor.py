@@ -114,6 +114,20 @@ def test_object_store_without_its_extra_is_a_note(
     assert "pip install 'cacheflow-kv[object-store]'" in check["fix"]
 
 
+def test_transports_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no RDMA, or no NIXL, that is a note with what to do; tcp works everywhere."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr("cacheflow.storage_backends.nixl.agent._RDMA_DEVICES", tmp_path / "none")
+    found = doctor(tmp_path)
+    assert found["transport tcp"]["verdict"] == "ok"
+    assert found["transport nixl"]["verdict"] == "note"
+    for name in ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    check = doctor(tmp_path)["transport nixl"]
+    assert check["verdict"] == "note"
+    assert "pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1 numpy" in check["fix"]
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_file_system_without_direct_io_works() -> None:
     """Where O_DIRECT is refused the rates are measured through the page cache."""
