@@ -10,6 +10,12 @@ from cacheflow.distributed.agreement import (
     agree,
     combine,
 )
+from cacheflow.distributed.ballots import (
+    decode_offering,
+    decode_vote,
+    encode_offering,
+    encode_vote,
+)
 from cacheflow.distributed.member import Member, Outcome
 from cacheflow.distributed.shards import cut_heads, cut_layers, cut_layout
 from cacheflow.distributed.stages import (
@@ -40,6 +46,10 @@ __all__ = [
     "cut_heads",
     "cut_layers",
     "cut_layout",
+    "decode_offering",
+    "decode_vote",
+    "encode_offering",
+    "encode_vote",
     "fluid_seconds",
     "plan_stages",
     "worth_storing",

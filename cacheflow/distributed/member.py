@@ -70,6 +70,16 @@ class Member:
         if not finished:
             self._gone.add(number)
 
+    def give_up(self) -> list[str]:
+        """Leave every request without a word to the others; which these were."""
+        left = list(self._numbers)
+        self._requests, self._numbers, self._gone = {}, {}, set()
+        return left
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request is being restored."""
+        return request_id in self._numbers
+
     def named(self, number: int) -> str | None:
         """The request of that number, if it is being restored here."""
         return self._requests.get(number)
@@ -115,7 +125,8 @@ class Member:
         mine = None if self.pending is None else self._work(self.pending)
         work = decision.work
         if work is None:
-            waits = mine is not None and (mine[0], mine[2]) in decision.blocked
+            # What was given up here meanwhile is never going to be agreed upon.
+            waits = mine is not None and (mine[0] < 0 or (mine[0], mine[2]) in decision.blocked)
             return Outcome(give_back=waits, news=news or waits)
         self._ask(work[0], work[2], work[3] + decision.layers, now=True)
         if decision.act is Act.RUN:

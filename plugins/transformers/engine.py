@@ -65,6 +65,7 @@ class TransformersEngine:
         streams: Streams,
         tokenizer: Any,
         shard: Shard | None = None,
+        tensor_parallel: int = 1,
     ) -> None:
         device = next(model.parameters()).device
         self.shard = shard or Shard.of(layout)
@@ -85,6 +86,7 @@ class TransformersEngine:
             device=device_kind(device),
             attention=f"{ATTENTION_NAME}-1",
             threads=threads,
+            tensor_parallel=tensor_parallel,
         )
         self._model = model
         self._streams = streams
@@ -92,11 +94,15 @@ class TransformersEngine:
         self._walker = Walker(model, streams, self.shard)
         vocabulary = int(model.config.vocab_size)
         self._requests = RequestTable(self._pool, grid, self.max_tokens, vocabulary)
-        self._compute = Lane("cacheflow-compute", threads)
+        self._compute = self._compute_lane(threads)
         self._copy = Lane("cacheflow-copy", threads)
         self._decoding = 0
         """Decode steps that wait for the compute thread or are on it; loop-owned, read by it."""
         self._closed = False
+
+    def _compute_lane(self, threads: int) -> Lane:
+        """The thread that computes."""
+        return Lane("cacheflow-compute", threads)
 
     @classmethod
     async def open_model(
@@ -423,7 +429,10 @@ class TransformersEngine:
         """Run ``work`` on a lane; its requests keep their pages until it has ended."""
         if self._closed:
             raise ClosedError("the engine is closed")
-        running = lane.submit(work)
+        return await self._ended(lane.submit(work), requests)
+
+    async def _ended(self, running: asyncio.Future[T], requests: Sequence[OpenRequest]) -> T:
+        """Wait for work on a lane that touches the pages of ``requests``."""
         for request in requests:
             request.busy.add(running)
             running.add_done_callback(request.busy.discard)

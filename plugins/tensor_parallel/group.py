@@ -1,0 +1,109 @@
+"""The ranks of one model, over torch.distributed: gloo on CPUs, NCCL beside gloo on GPUs.
+
+What ranks tell each other about decisions always goes over gloo, from host memory; only partial
+sums of a layer go between GPUs. Every call is made by all ranks, in the same order, from one
+thread each. A rank that died, or does not come in time, is an error here on every other rank.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+import torch.distributed as dist
+
+from cacheflow.errors import ConfigError, PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Group"]
+
+_ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Group:
+    """Use :meth:`open`. ``deadline``: seconds that a rank waits for the others."""
+
+    def __init__(self, device: torch.device, deadline: float, *, owned: bool) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._deadline = deadline
+        self._owned = owned
+        timeout = timedelta(seconds=deadline)
+        self._words = dist.new_group(backend="gloo", timeout=timeout)
+        self._sums = (
+            dist.new_group(backend="nccl", timeout=timeout)
+            if device.type == "cuda"
+            else self._words
+        )
+
+    @classmethod
+    def open(cls, device: torch.device, deadline: float) -> Self:
+        """The ranks that torch.distributed knows, or else those that torchrun started.
+
+        Blocks until all of them are here.
+
+        Raises:
+            ConfigError: nothing says which ranks there are.
+            PeerError: some did not come.
+        """
+        owned = not dist.is_initialized()
+        if owned and (missing := [name for name in _ENVIRONMENT if name not in os.environ]):
+            raise ConfigError(
+                f"tensor parallel: {missing[0]} is not set; start the program with torchrun, or "
+                "call torch.distributed.init_process_group before"
+            )
+        with _told("while they were gathering", deadline):
+            if owned:
+                dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
+            return cls(device, deadline, owned=owned)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What every rank gave, by rank; all give as much."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = torch.empty(self.size * len(data), dtype=torch.uint8)
+        with _told("between two decisions", self._deadline):
+            _gather(everyone, mine, self._words)
+        whole = everyone.numpy().tobytes()
+        return [whole[at : at + len(data)] for at in range(0, len(whole), len(data))]
+
+    def exchange_any(self, data: bytes) -> list[bytes]:
+        """The same for any length."""
+        lengths = [
+            int.from_bytes(each, "little")
+            for each in self.exchange(len(data).to_bytes(8, "little"))
+        ]
+        padded = self.exchange(data.ljust(max(*lengths, 1), b"\0"))
+        return [each[:length] for each, length in zip(padded, lengths, strict=True)]
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """``partial`` becomes the sum over all ranks, the same bits on each."""
+        with _told("in the middle of a layer", self._deadline):
+            dist.all_reduce(partial, group=self._sums)
+        return partial
+
+    def close(self) -> None:
+        """Leave the process group as it was found."""
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _gather(into: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+    # Renamed in torch 2.13, where the old name warns.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(into, mine, group=group)
+
+
+@contextmanager
+def _told(when: str, deadline: float) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # all of torch.distributed's are
+        first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise PeerError(
+            f"another rank is gone, or did not answer within {deadline:g} s, {when}: start all "
+            f"ranks again (torch says: {first})"
+        ) from error
