@@ -107,7 +107,8 @@ async def turn(flow: Any, policy: str, tokens: list[int] = TOKENS) -> dict[str, 
     report, session = Generation(), flow.session("talk")
     stream = session.generate(tokens, max_new_tokens=MADE, policy=policy, report=report)
     made = [token async for token in stream]
-    engine = flow.engine
+    engine, restoration = flow.engine, report.restoration
+    assert restoration is not None
     (request_id,) = engine.open_requests
     kv = [digests(engine, request_id, head) for head in range(engine.layout.num_kv_heads)]
     await flow.flush()
@@ -115,10 +116,10 @@ async def turn(flow: Any, policy: str, tokens: list[int] = TOKENS) -> dict[str, 
     return {
         "made": made,
         "kv": kv,
-        "loaded": sum(report.restoration.loaded_cells.values()),
-        "recomputed": report.restoration.recomputed_cells,
-        "failed": report.restoration.failed_loads,
-        "widths": [segment.width for segment in report.restoration.segments],
+        "loaded": sum(restoration.loaded_cells.values()),
+        "recomputed": restoration.recomputed_cells,
+        "failed": restoration.failed_loads,
+        "widths": [segment.width for segment in restoration.segments],
     }
 
 
@@ -145,7 +146,7 @@ async def rank_restores(seat: Seat, folder: str) -> dict[str, Any]:
             raise BackendError("the disk says no", operation="load")
 
     async with engine_of(folder) as engine, flow_over(engine, {"mine": store}) as flow:
-        told = {"heads": [engine.shard.heads.start, engine.shard.heads.stop]}
+        told: dict[str, Any] = {"heads": [engine.shard.heads.start, engine.shard.heads.stop]}
         for policy in ("recompute", "load", "adaptive"):
             told[policy] = await turn(flow, policy)
         if seat.rank == 1:
