@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import openai
 import pytest
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheflow.plugins.openai_server import ServerSettings, create_app, opened_service
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.settings import Settings
+from cacheflow.testing.chat_model import save_chat_model
 from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
@@ -31,49 +29,6 @@ MODEL = "tiny-chat"
 GRID = TileGrid((32, 32, 64), 64)
 CHUNK = 16
 CONTEXT = 1024
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def save_chat_model(folder: Path) -> Path:
-    """A random Llama over a byte-level vocabulary of 300 tokens, with ChatML."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[AddedToken(token, special=True) for token in special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the cat and the dog sat on the mat " * 4], trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 class ScriptedEngine(TransformersEngine):
@@ -110,7 +65,7 @@ class ScriptedEngine(TransformersEngine):
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its folder; not to be changed."""
-    return save_chat_model(tmp_path_factory.mktemp("models") / MODEL)
+    return save_chat_model(tmp_path_factory.mktemp("models") / MODEL, CONTEXT)
 
 
 @pytest.fixture
