@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from cacheflow.abc import Staged, Together
@@ -220,6 +221,15 @@ class Restorer:
     def withdraw(self, request_id: str) -> None:
         """The request's KV is about to go: nobody new shares it."""
         self._prefixes.withdraw(request_id)
+
+    def raise_priority(self, request_id: str, priority: int) -> None:
+        """Somebody waits for a request that is restored at a lower priority, or not at all."""
+        job = self._jobs.get(request_id)
+        if job is not None and priority > job.spec.priority:
+            job.request = replace(job.request, priority=priority)
+            job.spec = replace(job.spec, priority=priority)
+            self.scheduler.raise_priority(request_id, priority)
+            self._kick()
 
     def emit(self, event: Event) -> None:
         """Tell the observer; its failures are logged and never reach a request."""

@@ -99,7 +99,7 @@ class BatchScheduler(Ranking):
                 self._changed(frontier, now)
 
     def raise_priority(self, request_id: str, priority: int) -> None:
-        """Somebody waits for a request that was admitted (or not yet) at a lower priority."""
+        """Somebody waits for a request that was admitted at a lower priority."""
         frontier = self._requests.get(request_id)
         if frontier is not None and priority > frontier.spec.priority:
             with self._gate:

@@ -79,6 +79,7 @@ class Background:
                 now = self._clock.now()
             for session in [s for s in self._mortal if s.used_at + (s.ttl or 0.0) <= now]:
                 if session.is_idle:
+                    self._mortal.discard(session)
                     await session.close()
                 else:
                     session.used_at = now  # its turn is its use

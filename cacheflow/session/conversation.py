@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from cacheflow.errors import ClosedError
@@ -53,6 +54,8 @@ class Conversation:
         self._kv = Resident(flow, cast("Session", self))
         self._advice = Advice()
         self._busy = asyncio.Lock()
+        self._asking = 0
+        """Who is at it or waits to be."""
         self._prefetch: Prefetch | None = None
         self._closed = False
 
@@ -74,7 +77,7 @@ class Conversation:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being done for it."""
-        return not self._busy.locked()
+        return not self._asking
 
     @property
     def wanted(self) -> tuple[float, float, float]:
@@ -136,7 +139,7 @@ class Conversation:
         check_sampling(sampling, self._flow.engine)
         ask = Ask(tokens, arrival, policy, rank, None if due is None else arrival + due, sampling)
         self._overtake(ask)
-        async with self._busy:
+        async with self._alone():
             turn = self._begin(ask, report)
             try:
                 await turn.restore()
@@ -189,7 +192,7 @@ class Conversation:
         rank = self.priority - 1 if priority is None else whole_number("priority", priority)
         ask = Ask(tokens, arrival, policy, rank)
         self._overtake(ask)
-        async with self._busy:
+        async with self._alone():
             if agreeing(self._kv.tokens, tokens) < len(tokens):
                 turn = self._begin(ask, report)
                 self._prefetch = Prefetch(turn, tokens)
@@ -198,6 +201,15 @@ class Conversation:
                 finally:
                     self._prefetch = None
                     self._after(turn)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        self._asking += 1
+        try:
+            async with self._busy:
+                yield
+        finally:
+            self._asking -= 1
 
     def _overtake(self, ask: Ask) -> None:
         """A turn or prefetch is about to wait for the session."""
@@ -217,7 +229,8 @@ class Conversation:
 
     def _touch(self) -> None:
         self.used_at = self._flow.clock.now()
-        self._flow.touched(cast("Session", self))
+        if not self._closed:
+            self._flow.touched(cast("Session", self))
 
     def _check_open(self) -> None:
         if self._closed:

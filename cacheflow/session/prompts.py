@@ -105,6 +105,8 @@ def stop_set(tokens: Collection[int]) -> frozenset[int]:
 def agreeing(one: Sequence[int], other: Sequence[int]) -> int:
     """How many leading tokens two prompts have in common: by halves, so that C compares them."""
     low, high = 0, min(len(one), len(other))
+    if list(one[:high]) == list(other[:high]):
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if list(one[low:middle]) == list(other[low:middle]):

@@ -37,7 +37,7 @@ class Session(Conversation):
             CapacityError: there is no KV memory for the copy.
         """
         made = self._flow.new_session(session_id, self._tenant, self.ttl, self.priority)
-        async with self._busy:
+        async with self._alone():
             self._check_open()
             made._history = self._history[:]
             if self._kv.request is not None:
@@ -54,7 +54,7 @@ class Session(Conversation):
             CapacityError: there is no KV memory for a copy of a page that is shared.
         """
         to = whole_number("to", to, 0)
-        async with self._busy:
+        async with self._alone():
             self._check_open()
             if to > len(self._history):
                 raise ConfigError(f"{self._kv.name} has {len(self._history)} tokens, not {to}")
@@ -127,7 +127,7 @@ class Session(Conversation):
 
     async def make_way(self) -> None:
         """Drop the KV of an idle session from memory for others."""
-        async with self._busy:
+        async with self._alone():
             await self._kv.drop()
 
     async def drop(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cacheflow.abc import Sampler
@@ -78,7 +78,7 @@ class Turn:
             keys,
             ask.arrival,
             resident,
-            ask.priority,
+            self._ask.priority,  # it may have been raised meanwhile
             ask.deadline,
             self._tenant.stamp,
         )
@@ -93,8 +93,10 @@ class Turn:
 
     def hurry(self, priority: int) -> None:
         """Somebody more urgent waits for the restore."""
-        if self._request is not None and priority > self._ask.priority:
-            self._flow.restorer.scheduler.raise_priority(self._request, priority)
+        if priority > self._ask.priority:
+            self._ask = replace(self._ask, priority=priority)
+            if self._request is not None:
+                self._flow.restorer.raise_priority(self._request, priority)
 
     async def first(self) -> int:
         """The first token; what slow tiers delivered is copied to the faster ones from now on."""

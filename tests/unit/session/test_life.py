@@ -157,6 +157,20 @@ async def test_a_session_ends_when_its_time_is_over(opened: Opened) -> None:
         assert play.flow.session("s") is not session
 
 
+async def test_a_mortal_session_closed_in_its_turn_is_buried_once(opened: Opened) -> None:
+    """Whoever ends first, the loop is not kept busy with a session that is closed already."""
+    async with opened() as play:
+        session = play.flow.session("s", ttl=0.01)
+        stream = session.generate(PROMPT, max_new_tokens=50)
+        await anext(stream)
+        await session.close()
+        with pytest.raises(ClosedError):
+            await anext(stream)
+        async with asyncio.timeout(10):
+            await play.ask(play.flow.session("other", ttl=600), PROMPT, 20)
+        assert play.flow._background._mortal == {play.flow.session("other")}
+
+
 async def test_a_session_with_a_time_to_live_stays_known(opened: Opened) -> None:
     """Its history is there though nobody holds it and its KV has gone."""
     async with opened() as play:

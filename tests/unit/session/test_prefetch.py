@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -74,6 +74,33 @@ async def test_a_turn_joins_a_prefetch(opened: Opened) -> None:
         await prefetch
         assert report.usage.resident_tokens == 303
         assert play.engine.published - published == 18 * play.engine.layout.num_layers
+
+
+async def test_a_turn_joins_a_prefetch_that_is_still_looking(opened: Opened) -> None:
+    """While the tiers are being asked the restore takes the turn's priority, too."""
+    async with opened() as play:
+        session, asked, go = await stored(play), asyncio.Event(), asyncio.Event()
+        seen: list[int] = []
+        scheduler: Any = play.flow.restorer.scheduler
+        admit = scheduler.admit
+
+        async def look() -> None:
+            asked.set()
+            await go.wait()
+
+        def watched(spec: Any, *arguments: Any, **options: Any) -> None:
+            seen.append(spec.priority)
+            admit(spec, *arguments, **options)
+
+        play.store.before_lookup = look
+        scheduler.admit = watched
+        prefetch = asyncio.create_task(session.prefetch(policy="load"))
+        await asked.wait()
+        turn = asyncio.create_task(play.ask(session, [*session.tokens, 5], priority=7))
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(prefetch, turn)
+        assert seen == [7, 7]
 
 
 async def test_a_turn_with_another_prompt_ends_a_prefetch(opened: Opened) -> None:
