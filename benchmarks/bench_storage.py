@@ -21,151 +21,33 @@ import shutil
 import statistics
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from storage_paths import Copying, into_memory, tier_over
-from storage_reference import fio, memcpy
+from storage_dram import bench_dram
+from storage_reading import DEPTH, MIB, SIZES, Row, fill, load_all, payloads
+from storage_reference import fio
 
-from cacheflow.kv import chunk_keys, extend_keys, format_name, key_root, seal, verify
-from cacheflow.memory import StagingPool, buffer_from
+from cacheflow.kv import chunk_keys, extend_keys, format_name, key_root
 from cacheflow.session import TOKENS_IN_ONE_GO
 from cacheflow.storage_backends.dram import DramBackend
 from cacheflow.storage_backends.nvme import NvmeBackend
 from cacheflow.storage_backends.throttled import Link, ThrottledBackend
-from cacheflow.tiers import Guarded
-from cacheflow.types import ChunkKey, KVLayout, ObjectKey, Read, Span, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from cacheflow.abc import StorageBackend
-    from cacheflow.tiers.tier import Tier
-    from cacheflow.types import Buffer, ChunkInfo
+    from cacheflow.types import ChunkKey
 
-MIB = 1 << 20
-SIZES = (1 * MIB, 4 * MIB)
-DEPTH = 4
-"""Loads at a time."""
+
 KEY_TOKENS = (8_192, 32_768, 131_072)
 """Prompt lengths whose keys are made."""
 LINKS = ((100 << 10, 2e6), (100 << 10, 200e6), (MIB, 25e6), (8 * MIB, 200e6))
 """Unit of reading and bandwidth."""
-
-
-@dataclass(slots=True)
-class Row:
-    """One comparison: bytes a second of ours and of the reference, round by round."""
-
-    name: str
-    reference: str
-    target: float | None
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        ratios = [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
-        return {
-            "name": self.name,
-            "reference": self.reference,
-            "bytes_per_second": statistics.median(self.ours),
-            "reference_bytes_per_second": statistics.median(self.theirs),
-            "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-            "target": self.target,
-            "rounds": len(ratios),
-        }
-
-
-Ways: TypeAlias = "dict[str, tuple[Row | None, Callable[[], Awaitable[float]]]]"
-"""By name: its row (None: it is only a reference), and one round, in bytes a second."""
-
-
-def layout_of(size: int) -> KVLayout:
-    """One layer of exactly ``size`` bytes (a multiple of 256 KiB)."""
-    return KVLayout(1, size // (2 * 256 * 128 * 4), 128, "float32")
-
-
-async def fill(backend: StorageBackend, size: int, count: int) -> list[ChunkInfo]:
-    """Store ``count`` objects with ``size`` bytes of payload."""
-    layout, infos = layout_of(size), []
-    payload = bytearray(random.Random(size).randbytes(size))
-    for number in range(count):
-        payload[:8] = number.to_bytes(8, "little")
-        chunk = ChunkKey(random.Random(f"{size} {number}").randbytes(32))
-        key = ObjectKey(chunk, Span(0, 1), Span(0, layout.num_kv_heads))
-        info, header = seal(
-            key, layout, memoryview(payload), grid_id="bench", segments=(), canonical=True
-        )
-        parts = (buffer_from(header), buffer_from(payload))
-        [result] = await backend.store([Write(info, parts)])
-        assert result.status is TransferStatus.OK, result
-        infos.append(info)
-    return infos
-
-
-async def load_all(
-    backend: StorageBackend,
-    ranges: Sequence[tuple[ChunkInfo, int, int]],
-    depth: int,
-    batch: int = 1,
-    then: Callable[[ChunkInfo, memoryview], None] | None = None,
-) -> float:
-    """Bytes a second of reading ``ranges`` (info, offset, bytes), ``batch`` of them in each of
-    ``depth`` loads at a time (a restore reads the chunks of a tile in one load), over and over into
-    the same memory, as what they are compared with does. ``then`` runs on a thread with what has
-    arrived, before its load counts as ended."""
-    room = max(nbytes for _, _, nbytes in ranges)
-    pool = StagingPool(depth * batch * room)
-    loop, verifiers = asyncio.get_running_loop(), ThreadPoolExecutor(2)
-    batches = iter([ranges[at : at + batch] for at in range(0, len(ranges), batch)])
-
-    async def worker() -> None:
-        with await pool.lease(batch * room) as lease:
-            for some in batches:
-                buffers = [lease.part(at * room, item[2]) for at, item in enumerate(some)]
-                reads = [
-                    Read(info.key, offset, buffer)
-                    for (info, offset, _), buffer in zip(some, buffers, strict=True)
-                ]
-                async for result in backend.load(reads):
-                    assert result.status is TransferStatus.OK, result
-                if then is not None:
-                    await loop.run_in_executor(verifiers, each, then, some, buffers)
-
-    pool.view[:] = bytes(len(pool.view))  # touch it: page faults are not what is measured
-    start = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(depth):
-            group.create_task(worker())
-    seconds = time.perf_counter() - start
-    verifiers.shutdown()
-    await pool.aclose()
-    return sum(nbytes for _, _, nbytes in ranges) / seconds
-
-
-def each(
-    then: Callable[[ChunkInfo, memoryview], None],
-    some: Sequence[tuple[ChunkInfo, int, int]],
-    buffers: Sequence[Buffer],
-) -> None:
-    """``then`` for each of a batch."""
-    for (info, _, _), buffer in zip(some, buffers, strict=True):
-        assert buffer.view is not None
-        then(info, buffer.view)
-
-
-def payloads(infos: Sequence[ChunkInfo]) -> list[tuple[ChunkInfo, int, int]]:
-    """The whole payload of each object, as a range."""
-    return [(info, info.payload_offset, info.nbytes - info.payload_offset) for info in infos]
 
 
 async def bench_nvme(
@@ -190,93 +72,6 @@ async def bench_nvme(
         await backend.aclose()
         rows.append(row)
     return rows
-
-
-async def bench_dram(options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
-    """Against copying as much on as many threads: what lies in the tier into KV memory, as the
-    restorer brings it there, lent and staged; and the backend's loads alone."""
-    rows = []
-    for size in SIZES:
-        count = options.mib * MIB // size
-        infos, tiers = await dram_tiers(size, count, options.copy_threads)
-        source = StagingPool(count * size)
-        target = StagingPool(DEPTH * options.batch * size)
-        for pool in (source, target):
-            pool.view[:] = bytes(len(pool.view))
-        ways = dram_ways(size, options, infos, tiers, target)
-        for threads in {1, options.copy_threads}:
-            copy = partial(asyncio.to_thread, memcpy, source, target, size, count, threads)
-            ways[f"memcpy x{threads}"] = (None, copy)
-        for number in range(options.rounds):
-            order = random.Random(number).sample(list(ways), len(ways))
-            speeds = {name: await ways[name][1]() for name in order}
-            for name, (row, _) in ways.items():
-                if row is not None:
-                    row.ours.append(speeds[name])
-                    row.theirs.append(speeds[row.reference])
-            tick()
-        for tier in tiers.values():
-            await tier.aclose()
-        await asyncio.gather(source.aclose(), target.aclose())
-        rows += [row for row, _ in ways.values() if row is not None]
-    return rows
-
-
-async def dram_tiers(
-    size: int, count: int, threads: int
-) -> tuple[dict[str, list[ChunkInfo]], dict[str, Tier]]:
-    """A tier that lends and one that copies, each with ``count`` objects, and these objects."""
-    infos, tiers = {}, {}
-    for name, kind in (("lent", DramBackend), ("staged", Copying)):
-        options = {"capacity_bytes": count * (size + 4096), "threads": threads}
-        tiers[name] = await tier_over(await kind.open(options))
-        infos[name] = await fill(tiers[name], size, count)
-    return infos, tiers
-
-
-def dram_ways(
-    size: int,
-    options: argparse.Namespace,
-    infos: dict[str, list[ChunkInfo]],
-    tiers: dict[str, Tier],
-    target: StagingPool,
-) -> Ways:
-    """What is measured."""
-    ways: Ways = {}
-    for verified in (False, True):
-        also = ", verified" if verified else ""
-        for name, tier in tiers.items():
-            goal = 0.85 if name == "lent" and not verified else None
-            row = Row(f"dram into KV, {size // MIB} MiB, {name}{also}", "memcpy x1", goal)
-            once = partial(
-                into_memory,
-                tier,
-                infos[name],
-                target,
-                depth=DEPTH,
-                batch=options.batch,
-                threads=1,
-                verify=verified,
-            )
-            ways[row.name] = (row, once)
-        reference, goal = f"memcpy x{options.copy_threads}", None if verified else 0.85
-        row = Row(f"dram load, {size // MIB} MiB{also}", reference, goal)
-        backend = innermost(tiers["staged"])
-        then = check if verified else None
-        ranges = payloads(infos["staged"])
-        ways[row.name] = (row, partial(load_all, backend, ranges, DEPTH, options.batch, then))
-    return ways
-
-
-def innermost(tier: Tier) -> StorageBackend:
-    """The backend behind the guard."""
-    assert isinstance(tier.inner, Guarded)
-    return tier.inner.inner
-
-
-def check(info: ChunkInfo, data: memoryview) -> None:
-    """What a verifier does with one payload."""
-    verify(info, info.key.layers, data)
 
 
 async def bench_links(options: argparse.Namespace, tick: Callable[[], None]) -> list[Row]:
