@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -34,6 +35,8 @@ __all__ = ["TOKENS_IN_ONE_GO", "CacheFlow"]
 
 TOKENS_IN_ONE_GO: Final = 4096
 """Prompt tokens whose keys are made before the event loop goes on: about 0.3 ms."""
+_REMEMBERED: Final = 1 << 16
+"""Names of sessions of which it is known how many requests they have had."""
 
 
 class CacheFlow:
@@ -54,6 +57,8 @@ class CacheFlow:
         self._background = Background(parts.clock)
         self.room = Room(self._resident)
         self._numbers = count(1)
+        self._turns: OrderedDict[str, int] = OrderedDict()
+        self._most_turns = 0
         self._tenant = tenant_of("", settings, engine)
 
     @classmethod
@@ -188,8 +193,14 @@ class CacheFlow:
     # -- for its sessions ----------------------------------------------------------------------
 
     def new_request(self, name: str) -> str:
-        """An id that no request of this flow has had."""
-        return f"{name}/{next(self._numbers)}"
+        """An id that no request of this flow has had. Ranks of one model, whose sessions have the
+        same turns in whatever order, name their requests alike."""
+        number = self._turns.pop(name, self._most_turns) + 1
+        self._turns[name] = number
+        if len(self._turns) > _REMEMBERED:
+            _, turns = self._turns.popitem(last=False)
+            self._most_turns = max(self._most_turns, turns)  # where names begin from now on
+        return f"{name}/{number}"
 
     def changed(self, session: Session) -> None:
         """The session holds KV memory now, or holds none any more."""

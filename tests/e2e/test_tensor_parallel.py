@@ -230,6 +230,56 @@ async def test_stores_are_read_across_layouts(folder: Path, tmp_path: Path, rank
     assert await names(ours) == [f"0-1 x {chunks}", f"1-2 x {chunks}"]
 
 
+# -- several at once -------------------------------------------------------------------------------
+
+
+async def rank_crowd(seat: Seat, folder: str) -> dict[str, Any]:
+    """Three conversations at once, begun in another order on each rank; then one that rank 1 gives
+    up in the middle of its restore; then another one."""
+    from cacheflow.errors import PeerError
+    from cacheflow.testing.storage import MemoryBackend
+
+    store, told = MemoryBackend(), dict[str, Any]()
+    prompts = {name: [number, *TOKENS[: 200 + 16 * number]] for number, name in enumerate("abc")}
+
+    async def talk(name: str) -> None:
+        stream = flow.session(name).generate(prompts[name], max_new_tokens=MADE)
+        told[name].append([token async for token in stream])
+
+    async def hang(read: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with engine_of(folder) as engine, flow_over(engine, {"mine": store}) as flow:
+        for _ in ("cold", "restored"):
+            order = sorted(prompts, reverse=bool(seat.rank))
+            for name in order:
+                told.setdefault(name, [])
+            await asyncio.gather(*(talk(name) for name in order))
+            await flow.flush()
+            await flow.forget()
+        store.before_read = hang
+        session = flow.session("doomed").generate(prompts["a"], max_new_tokens=1, policy="load")
+        try:
+            async with asyncio.timeout(0.5 if seat.rank else None):
+                await anext(session)
+        except (PeerError, TimeoutError) as error:
+            told["doomed"] = f"{type(error).__name__}: {error}"
+        store.before_read = None
+        told["after"] = (await turn(flow, "load", prompts["b"][:200]))["made"]
+    return told
+
+
+async def test_ranks_need_not_begin_in_the_same_order(folder: Path) -> None:
+    """Conversations at once are answered as one after another; one that a rank gives up ends on
+    the other with an error that says so, and neither is disturbed by it."""
+    one, other = await asyncio.to_thread(run_ranks, 2, rank_crowd, str(folder), deadline=100)
+    for name in "abc":
+        assert one[name][0] == one[name][1] == other[name][0] == other[name][1], name
+    assert one["doomed"].startswith("PeerError: another rank gave request 'doomed/1' up")
+    assert other["doomed"].startswith("TimeoutError")
+    assert one["after"] == other["after"]
+
+
 # -- death -----------------------------------------------------------------------------------------
 
 
