@@ -16,7 +16,7 @@ from cacheflow.plugins.openai_server.tool_calls import Call, CallFinder
 from cacheflow.session import Generation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
     from typing import Any
 
     from cacheflow.plugins.openai_server.conversations import Lent, Scope
@@ -61,17 +61,22 @@ class Divergence:
 
 
 class Answer:
-    """An answer as it is made. Read :meth:`pieces` to its end, or close it, then look."""
+    """An answer as it is made. Read :meth:`pieces` to its end, or close it, then look.
 
-    def __init__(self, job: Job, lent: Lent, words: Words) -> None:
+    ``waited``: seconds since its request came.
+    """
+
+    def __init__(self, job: Job, lent: Lent, words: Words, waited: Callable[[], float]) -> None:
         self.report = Generation()
         self.divergence: Divergence | None = None
         self.tokens: list[int] = []
+        self.ttft_seconds: float | None = None
         self.finish_reason: Literal["stop", "length", "tool_calls"] = "length"
         self._called = 0
         self._job = job
         self._lent = lent
         self._words = words
+        self._waited = waited
         self._enough = False
         """Nothing of what the model may still say is wanted."""
         self._text = Detokenizer(words.decode)
@@ -106,6 +111,8 @@ class Answer:
         async with aclosing(self._generate()) as made:
             async for token in made:
                 self.tokens.append(token)
+                if self.ttft_seconds is None:
+                    self.ttft_seconds = self._waited()
                 for piece in self._add(token):
                     yield piece
                 if self._enough:  # closed, the session keeps and stores what it has

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from cacheflow import __version__
 from cacheflow.plugins.openai_server.chat import ChatTurn
 from cacheflow.plugins.openai_server.chat_schema import ChatCompletion, ChatRequest
-from cacheflow.plugins.openai_server.common_schema import ErrorBody, Model, ModelList
+from cacheflow.plugins.openai_server.common_schema import ErrorBody, Model, ModelList, Prefetched
 from cacheflow.plugins.openai_server.completion_schema import Completion, CompletionRequest
 from cacheflow.plugins.openai_server.completions import CompletionTurn
 from cacheflow.plugins.openai_server.errors import ApiError, error_response, from_validation
@@ -64,6 +64,10 @@ def create_app(service: Service) -> FastAPI:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         turn = ChatTurn(service, body, request.state.tenant)
         return Events(turn.events, seconds) if body.stream else Whole(turn.whole, seconds)
+
+    @app.post("/v1/cacheflow/prefetch", response_model=Prefetched, responses=_ERRORS)
+    async def prefetch(body: ChatRequest, request: Request) -> Response:
+        return Whole(ChatTurn(service, body, request.state.tenant).prefetch, seconds)
 
     @app.post("/v1/completions", response_model=Completion, responses={**_ERRORS, **_STREAMED})
     async def completions(body: CompletionRequest, request: Request) -> Response:

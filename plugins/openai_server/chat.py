@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from cacheflow.plugins.openai_server.answering import Answer
     from cacheflow.plugins.openai_server.chat_schema import ChatRequest
-    from cacheflow.plugins.openai_server.common_schema import Report, Usage
+    from cacheflow.plugins.openai_server.common_schema import Prefetched, Report, Usage
     from cacheflow.plugins.openai_server.service import Service
 
 __all__ = ["ChatTurn", "forced_words"]
@@ -72,6 +72,14 @@ class ChatTurn:
             one_call=body.parallel_tool_calls is False,
             messages=messages,
             tools=tools,
+        )
+
+    async def prefetch(self) -> Prefetched:
+        """No answer: only have the conversation so far in memory when it goes on."""
+        messages, tools = plain_messages(self._body.messages), plain_tools(self._body.tools)
+        words = self._service.words
+        return await self._service.prefetch(
+            self._scope, lambda: words.render_so_far(messages, tools)
         )
 
     async def whole(self) -> ChatCompletion:

@@ -18,6 +18,7 @@ __all__ = [
     "Lenient",
     "Model",
     "ModelList",
+    "Prefetched",
     "PrefixDivergence",
     "Report",
     "Text",
@@ -183,6 +184,15 @@ class Report(Answered):
     session: str
     ttft_seconds: float | None
     divergence: PrefixDivergence | None
+
+
+class Prefetched(Answered):
+    """A conversation's KV is in memory."""
+
+    object: Literal["prefetch"] = "prefetch"
+    session: str
+    seconds: float
+    usage: Usage
 
 
 class ErrorFields(Answered):

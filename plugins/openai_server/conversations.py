@@ -83,6 +83,14 @@ class Conversations:
         finally:
             conversation.busy = False
 
+    async def expected(self, scope: Scope, prompt: Sequence[int]) -> Session:
+        """The session of the conversation that will go on with ``prompt``; not lent, so that the
+        request that does may come at any time."""
+        conversation, _, _ = self._choose(scope, packed(prompt))
+        conversation.last_used = next(self._turn)
+        await self._keep_within_bounds()
+        return self._session(conversation)
+
     def __len__(self) -> int:
         return sum(map(len, self._scopes.values()))
 

@@ -38,6 +38,12 @@ class ServerSeries:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.ttft = Histogram(
+            f"{name}_ttft_seconds",
+            "From a request's arrival, queueing and tokenizing included, to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.rejected = Counter(
             f"{name}_rejected", "Requests that were sent away.", ("reason",), registry=registry
         )
@@ -67,5 +73,7 @@ class ServerSeries:
         self.tokens.labels("prompt").inc(answer.prompt_tokens)
         self.tokens.labels("completion").inc(len(answer.tokens))
         self.tokens.labels("cached").inc(answer.report.cached_tokens)
+        if answer.ttft_seconds is not None:
+            self.ttft.observe(answer.ttft_seconds)
         if answer.divergence is not None:
             self.divergences.labels(answer.divergence.reason.value).inc()

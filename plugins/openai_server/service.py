@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from cacheflow.plugins.openai_server.admission import Admission
 from cacheflow.plugins.openai_server.answering import Answer, Job
+from cacheflow.plugins.openai_server.common_schema import Prefetched
 from cacheflow.plugins.openai_server.conversations import Conversations, Scope
 from cacheflow.plugins.openai_server.errors import ApiError
 from cacheflow.plugins.openai_server.usage import usage_of
+from cacheflow.session import Generation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -92,10 +94,12 @@ class Service:
     @asynccontextmanager
     async def answer(self, prepare: Callable[[], Awaitable[Job]]) -> AsyncIterator[Answer]:
         """The answer to what ``prepare`` says, once it is this request's turn."""
+        clock = self.flow.clock
+        came = clock.now()
         async with self.admission.place():
             job = await prepare()
             async with self.conversations.lend(job.scope, job.prompt) as lent:
-                answer = Answer(job, lent, self.words)
+                answer = Answer(job, lent, self.words, lambda: clock.now() - came)
                 await answer.compare()
                 try:
                     yield answer
@@ -104,4 +108,23 @@ class Service:
 
     def usage(self, answer: Answer) -> Usage:
         """Token counts of a finished answer."""
-        return usage_of(answer, self.flow.engine.layout.chunk_tokens)
+        chunk = self.flow.engine.layout.chunk_tokens
+        return usage_of(answer.report, len(answer.tokens), chunk)
+
+    async def prefetch(
+        self, scope: Scope, prepare: Callable[[], Awaitable[list[int]]]
+    ) -> Prefetched:
+        """Restore what ``prepare`` says for the conversation that will go on with it."""
+        report, began = Generation(), self.flow.clock.now()
+        async with self.admission.place():
+            prompt = await prepare()
+            self.room_for(prompt, None, "messages")
+            session = await self.conversations.expected(scope, prompt)
+            await session.prefetch(prompt, report=report)
+        if report.restoration is None:  # there was nothing to do
+            report.usage.prompt_tokens = report.usage.resident_tokens = len(prompt)
+        return Prefetched(
+            session=session.id,
+            seconds=self.flow.clock.now() - began,
+            usage=usage_of(report, 0, self.flow.engine.layout.chunk_tokens),
+        )

@@ -47,6 +47,12 @@ class Words:
 
         return await self.off_loop(work)
 
+    async def render_so_far(
+        self, messages: list[Rendered], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
+        """Tokens of the conversation alone, which any next message comes behind."""
+        return await self.off_loop(lambda: self._render(messages, tools, answer=False))
+
     async def encode(self, text: str) -> list[int]:
         """Tokens of ``text`` as it is."""
         return await self.off_loop(lambda: self._chat.encode(text))

@@ -14,18 +14,20 @@ from cacheflow.plugins.openai_server.common_schema import (
 
 if TYPE_CHECKING:
     from cacheflow.plugins.openai_server.answering import Answer
+    from cacheflow.session import Generation
+    from cacheflow.session import Usage as Used
 
 __all__ = ["report_of", "usage_of"]
 
 
-def usage_of(answer: Answer, chunk_tokens: int) -> Usage:
-    """Of a finished answer. The same numbers whether it was streamed or not."""
-    prompt, made = answer.prompt_tokens, len(answer.tokens)
+def usage_of(report: Generation, made: int, chunk_tokens: int) -> Usage:
+    """Of a turn that made ``made`` tokens. The same numbers whether it was streamed or not."""
+    prompt = report.usage.prompt_tokens
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=made,
         total_tokens=prompt + made,
-        prompt_tokens_details=_details(answer, chunk_tokens),
+        prompt_tokens_details=_details(report.usage, chunk_tokens),
         completion_tokens_details=OutputDetails(),
     )
 
@@ -43,16 +45,15 @@ def report_of(answer: Answer) -> Report:
         )
     return Report(
         session=answer.session,
-        ttft_seconds=answer.report.ttft_seconds,
+        ttft_seconds=answer.ttft_seconds,
         divergence=divergence,
     )
 
 
-def _details(answer: Answer, chunk: int) -> TokenDetails:
-    used = answer.report.usage
+def _details(used: Used, chunk: int) -> TokenDetails:
     return TokenDetails(
         cached_tokens=used.cached_tokens,
-        cache_write_tokens=max(0, answer.prompt_tokens // chunk * chunk - used.cached_tokens),
+        cache_write_tokens=max(0, used.prompt_tokens // chunk * chunk - used.cached_tokens),
         resident_tokens=used.resident_tokens,
         loaded_tokens=used.loaded_tokens,
         recomputed_tokens=used.recomputed_tokens,

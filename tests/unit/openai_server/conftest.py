@@ -19,7 +19,7 @@ from cacheflow.testing.chat_model import save_chat_model
 from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
@@ -68,34 +68,40 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("models") / MODEL, CONTEXT)
 
 
+@asynccontextmanager
+async def service_over(
+    model: Path,
+    folder: Path,
+    answers: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    **engine_options: Any,
+) -> AsyncIterator[Service]:
+    """A service over the tiny model that says ``answers`` first, with its store in ``folder``."""
+    chosen = {"grid": GRID, "chunk_tokens": CHUNK, "kv_bytes": 64 << 20, **engine_options}
+    engine = await ScriptedEngine.open_model(model, dtype="float32", device="cpu", **chosen)
+    engine.answers.extend(answers)
+    tier = {"name": "disk", "backend": "nvme", "options": {"path": str(folder / "kv")}}
+    settings, server = (
+        Settings(tiers=(tier,), staging_bytes=1 << 24),
+        ServerSettings(**options or {}),
+    )
+    try:
+        async with opened_service(engine, MODEL, settings, server) as service:
+            yield service
+    finally:
+        await engine.aclose()
+
+
 @pytest.fixture
 def serving(
     chat_model: Path, tmp_path: Path
 ) -> Callable[..., AbstractAsyncContextManager[Service]]:
     """``async with serving("an answer", max_running=1) as service``: over the tiny model."""
 
-    @asynccontextmanager
-    async def opened(
+    def opened(
         *answers: str, kv_bytes: int = 64 << 20, **options: Any
-    ) -> AsyncIterator[Service]:
-        engine = await ScriptedEngine.open_model(
-            chat_model,
-            dtype="float32",
-            device="cpu",
-            grid=GRID,
-            chunk_tokens=CHUNK,
-            kv_bytes=kv_bytes,
-        )
-        engine.answers.extend(answers)
-        tier = {"name": "disk", "backend": "nvme", "options": {"path": str(tmp_path / "kv")}}
-        settings = Settings(tiers=(tier,), staging_bytes=1 << 24)
-        try:
-            async with opened_service(
-                engine, MODEL, settings, ServerSettings(**options)
-            ) as service:
-                yield service
-        finally:
-            await engine.aclose()
+    ) -> AbstractAsyncContextManager[Service]:
+        return service_over(chat_model, tmp_path, answers, options, kv_bytes=kv_bytes)
 
     return opened
 

@@ -163,3 +163,23 @@ async def test_retention_is_taken(serving: Serving, retention: Any) -> None:
     """Both of OpenAI's ways to say how long are advice that is accepted."""
     async with serving() as service, client_of(service) as client:
         await ask(client, SYSTEM, HELLO, **retention)
+
+
+async def test_a_prefetch_has_the_next_turn_in_memory(serving: Serving) -> None:
+    """While a tool runs, what was stored is restored without an answer; the next turn finds it
+    resident, in the same conversation."""
+    async with serving("hi there") as service, client_of(service) as client:
+        first = await ask(client, SYSTEM, HELLO, prompt_cache_key="k")
+        await service.flow.flush()
+        await service.flow.forget()
+        talk = [SYSTEM, HELLO, said(first)]
+        body = {"model": MODEL, "messages": talk, "prompt_cache_key": "k"}
+        done = (await client.post("/cacheflow/prefetch", json=body)).json()
+        assert done["session"] == first["cacheflow"]["session"]
+        assert done["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+        assert done["usage"]["completion_tokens"] == 0
+        again = await ask(client, *talk, HELLO, prompt_cache_key="k")
+    details = again["usage"]["prompt_tokens_details"]
+    assert again["cacheflow"]["session"] == first["cacheflow"]["session"]
+    assert details["resident_tokens"] >= done["usage"]["prompt_tokens"] - 1
+    assert details["loaded_tokens"] == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 
-from tests.unit.openai_server.conftest import MODEL
+from tests.unit.openai_server.conftest import MODEL, client_of, service_over
 from tests.unit.openai_server.process import served, until_true
 
 if TYPE_CHECKING:
@@ -49,10 +50,13 @@ def test_a_server_drains_and_the_next_one_has_its_kv(chat_model: Path, tmp_path:
         client.close()
         assert server.process.wait(60) == 0, server.log.read_text()
 
-    with served(chat_model, tmp_path) as server:
-        answer = httpx2.post(f"{server.url}/v1/chat/completions", json=BODY, timeout=60).json()
-        details = answer["usage"]["prompt_tokens_details"]
-        assert details["cached_tokens"] >= 256
-        assert details["resident_tokens"] == 0
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) == 0, server.log.read_text()
+    async def asked_again() -> Any:
+        async with (
+            service_over(chat_model, tmp_path, grid=None, chunk_tokens=256) as service,
+            client_of(service) as client,
+        ):
+            return (await client.post("/chat/completions", json=BODY)).json()
+
+    details = asyncio.run(asked_again())["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] >= 256
+    assert details["resident_tokens"] == 0

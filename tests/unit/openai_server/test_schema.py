@@ -5,17 +5,21 @@ A full run (``CACHEFLOW_FULL=1``) tries 20 times as many requests.
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import schemathesis
+import uvicorn
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from cacheflow.plugins.openai_server import create_app
 from tests.conftest import FULL
-from tests.unit.openai_server.conftest import MODEL
-from tests.unit.openai_server.process import served
+from tests.unit.openai_server.conftest import MODEL, service_over, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,10 +37,27 @@ ANSWERED = frozenset(
 
 @pytest.fixture(scope="module")
 def api(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The document, as the server gives it."""
-    folder = tmp_path_factory.mktemp("schema")
-    with served(chat_model, folder, default_max_tokens="2", max_body_bytes="64KiB") as server:
-        yield schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    """The document, as a server on a socket gives it; the server has a thread of its own."""
+    listening: Future[uvicorn.Server] = Future()
+
+    async def serve() -> None:
+        folder = tmp_path_factory.mktemp("schema")
+        limits = {"default_max_tokens": 2, "max_body_bytes": 1 << 16}
+        async with service_over(chat_model, folder, options=limits) as service:
+            app = create_app(service)
+            server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None))
+            serving = asyncio.create_task(server.serve())
+            await until(lambda: server.started)
+            listening.set_result(server)
+            await serving
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    server = listening.result(timeout=60)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
+    server.should_exit = True
+    thread.join()
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
