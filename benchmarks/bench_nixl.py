@@ -194,10 +194,15 @@ def summary(transports: str, bare: Side, ours: Side) -> dict[str, Any]:
         "ratio_max": max(ratios),
         "lag_p99_ms": p99(ours.lags),
         "bare_lag_p99_ms": p99(bare.lags),
-        "cores": statistics.median(ours.busy),
-        "bare_cores": statistics.median(bare.busy),
+        "bytes_per_core_second": per_core(ours),
+        "bare_bytes_per_core_second": per_core(bare),
         "rounds": len(ratios),
     }
+
+
+def per_core(side: Side) -> float:
+    """Bytes for a second of a core of this process: says what the machine's other load hides."""
+    return statistics.median(rate / busy for rate, busy in zip(side.rates, side.busy, strict=True))
 
 
 def p99(seconds: list[float]) -> float:
@@ -216,7 +221,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         "min - max",
         "lag p99",
         "bare",
-        "cores",
+        "GB/core s",
         "bare",
     ):
         table.add_column(name, justify="right" if name != "UCX_TLS" else "left")
@@ -229,8 +234,8 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['ratio_min']:.2f} - {row['ratio_max']:.2f}",
             f"{row['lag_p99_ms']:.1f} ms",
             f"{row['bare_lag_p99_ms']:.1f} ms",
-            f"{row['cores']:.2f}",
-            f"{row['bare_cores']:.2f}",
+            f"{row['bytes_per_core_second'] / 1e9:.2f}",
+            f"{row['bare_bytes_per_core_second'] / 1e9:.2f}",
         )
     Console().print(table)
     for row in rows:
