@@ -8,11 +8,11 @@ than a moment waits for its medium rather than computes, and holds nobody up. Kn
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 __all__ = ["Pace"]
 
@@ -26,12 +26,22 @@ class Pace:
     def __init__(self, moment: float = _MOMENT) -> None:
         self._moment = moment
         self._free = asyncio.Semaphore()
+        self._hurries = 0
+
+    @contextmanager
+    def hurry(self) -> Iterator[None]:
+        """Somebody waits for all of it: inside, no new turn is waited for."""
+        self._hurries += 1
+        try:
+            yield
+        finally:
+            self._hurries -= 1
 
     @asynccontextmanager
     async def turn(self, *, hurry: bool = False) -> AsyncIterator[None]:
         """Wait for a turn, and have it inside; whoever is in a hurry neither waits nor is waited
         for."""
-        if hurry:
+        if hurry or self._hurries:
             yield
             return
         await self._free.acquire()

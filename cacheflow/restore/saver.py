@@ -195,7 +195,7 @@ class Saver:
 
         What is not stored by then goes on being stored.
         """
-        with suppress(TimeoutError):
+        with suppress(TimeoutError), self._pace.hurry():
             async with asyncio.timeout(timeout):
                 await self._pulse.until(lambda: all(save.is_settled for save in self._saves))
         return all(save.is_settled for save in self._saves)

@@ -77,6 +77,21 @@ async def test_in_a_hurry_nobody_waits() -> None:
     await asyncio.gather(first.task, hurried.task, second.task)
 
 
+async def test_while_somebody_waits_for_all_of_it_nobody_waits() -> None:
+    """Inside a hurry turns begin at once, however many; afterwards as before."""
+    pace = Pace(FOR_EVER)
+    with pace.hurry(), pace.hurry():
+        workers = [Worker(pace) for _ in range(3)]
+        await turns_of_the_loop()
+        assert all(worker.began for worker in workers)
+    workers += [Worker(pace) for _ in range(2)]
+    await turns_of_the_loop()
+    assert [worker.began for worker in workers] == [True] * 4 + [False]
+    for worker in workers:
+        worker.go.set()
+    await asyncio.gather(*(worker.task for worker in workers))
+
+
 @pytest.mark.parametrize("steps", range(4))
 async def test_cancelled_anywhere_the_turn_goes_on(steps: int) -> None:
     """Waiting for a turn or having it: the next one gets it."""
@@ -124,6 +139,6 @@ async def test_saving_takes_one_core_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(r.saver._sealer, "copy", counted)
         keys = await r.open("r")
         saved = r.saver.save("r", keys)
-        assert await r.saver.flush(20)
+        await until(lambda: not any(each.pending for each in saved.values()))
         assert {each.stored for each in saved.values()} == {len(keys)}
         assert under_way == [0, 1]
