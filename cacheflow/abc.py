@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Shard,
         Span,
         StagedPart,
+        StorePart,
         Tile,
         TileGrid,
         TransferResult,
@@ -144,6 +145,13 @@ class StorageBackend(ABC):
         Buffers that lie elsewhere must work too. Must not block.
         """
         return _nothing_registered
+
+    def parts(self) -> Sequence[StorePart]:
+        """The servers that the store is made of, for people and metrics; a decorator passes it on.
+
+        Empty for a store that is one thing. Must not block.
+        """
+        return ()
 
     def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
         """For ``ttl`` seconds these chunks count ``priority`` times what they seem worth; fading.

@@ -25,7 +25,16 @@ from cacheflow.types import TransferStatus
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
-    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read, TransferResult, Write
+    from cacheflow.types import (
+        Buffer,
+        ChunkInfo,
+        ChunkKey,
+        ObjectKey,
+        Read,
+        StorePart,
+        TransferResult,
+        Write,
+    )
 
 __all__ = ["Link", "ThrottledBackend", "ThrottledOptions", "Transfer"]
 
@@ -246,6 +255,9 @@ class ThrottledBackend(StorageBackend):
 
     def register_memory(self, memory: Buffer) -> Callable[[], None]:
         return self.inner.register_memory(memory)
+
+    def parts(self) -> Sequence[StorePart]:
+        return self.inner.parts()
 
     async def aclose(self) -> None:
         if not self._closed:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from cacheflow.cli.output import human_bytes
 from cacheflow.cli.rates import copy_rate, disk_rates, hash_rate, supports_direct
-from cacheflow.errors import ConfigError
+from cacheflow.errors import CacheFlowError, ConfigError
 from cacheflow.registry import (
     BACKEND_GROUP,
     ENGINE_GROUP,
@@ -28,11 +28,14 @@ from cacheflow.registry import (
     load_engine,
     load_transport,
 )
+from cacheflow.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from cacheflow.pool import TransportKind
+    from cacheflow.settings import TierSettings
+    from cacheflow.types import StorePart
 
 __all__ = ["Check", "Verdict", "checks"]
 
@@ -72,6 +75,7 @@ def checks(folder: Path) -> list[tuple[str, Callable[[], list[Check]]]]:
         ("storage backends", lambda: _registered(BACKEND_GROUP, "backend", load_backend)),
         ("transports", _transports),
         ("engines", lambda: _registered(ENGINE_GROUP, "engine", load_engine)),
+        ("pools", _pools),
         ("memory", _memory),
         (f"disk at {folder}", lambda: _disk(folder)),
     ]
@@ -161,6 +165,38 @@ async def _open_and_close(name: str) -> None:
     kind = cast("TransportKind", load_transport(name))
     transport = await kind.open_transport(None)
     await transport.aclose()
+
+
+def _pools() -> list[Check]:
+    """The stores of each pool among the tiers of the settings (``CACHEFLOW_TIERS``)."""
+    try:
+        tiers = [tier for tier in Settings().tiers if tier.backend == "pool"]
+    except ConfigError as error:
+        return [Check("settings", Verdict.FAIL, "cannot be used", str(error))]
+    return [check for tier in tiers for check in asyncio.run(_pool(tier))]
+
+
+async def _pool(tier: TierSettings) -> list[Check]:
+    try:
+        pool = await load_backend(tier.backend).open(tier.options)
+    except CacheFlowError as error:
+        return [Check(f"tier {tier.name}", Verdict.FAIL, "cannot be opened", str(error))]
+    try:
+        parts = pool.parts()
+    finally:
+        await pool.aclose()
+    if not parts:
+        fix = "start stores (`cacheflow store serve`), or check where they are looked for"
+        return [Check(f"tier {tier.name}", Verdict.NOTE, "no store is known", fix)]
+    return [_part(tier, part) for part in parts]
+
+
+def _part(tier: TierSettings, part: StorePart) -> Check:
+    name = f"tier {tier.name}: {part.name}"
+    if part.is_up:
+        return Check(name, Verdict.OK, f"up, bytes travel by {part.transport}")
+    fix = "is the store running, and can both of its ports be reached from here?"
+    return Check(name, Verdict.NOTE, "cannot be reached: its keys are misses", fix)
 
 
 def _memory() -> list[Check]:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.core import GaugeMetricFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from prometheus_client.core import Metric
+
+    from cacheflow.types import StorePart
 
 __all__ = ["Live", "LiveGauges"]
 
@@ -29,6 +31,10 @@ class Live(Protocol):
 
     def quarantined_bytes(self) -> Mapping[str, int]:
         """Staging memory that waits for I/O to end, by tier."""
+        ...
+
+    def tier_parts(self) -> Mapping[str, Sequence[StorePart]]:
+        """The servers that tiers are made of."""
         ...
 
     @property
@@ -56,6 +62,7 @@ class LiveGauges:
             "Staging memory that waits for given-up I/O to end.",
             live.quarantined_bytes(),
         )
+        yield _parts(live.tier_parts())
         used, capacity = live.staging_bytes
         yield GaugeMetricFamily("cacheflow_staging_used_bytes", "Staging memory in use.", used)
         yield GaugeMetricFamily("cacheflow_staging_capacity_bytes", "Staging memory.", capacity)
@@ -65,4 +72,14 @@ def _by_tier(name: str, text: str, values: Mapping[str, int]) -> GaugeMetricFami
     family = GaugeMetricFamily(name, text, labels=("tier",))
     for tier, value in values.items():
         family.add_metric((tier,), value)
+    return family
+
+
+def _parts(parts: Mapping[str, Sequence[StorePart]]) -> GaugeMetricFamily:
+    labels = ("tier", "part", "transport")
+    text = "1 while a server of a tier is used, by what its bytes travel by."
+    family = GaugeMetricFamily("cacheflow_tier_part_up", text, labels=labels)
+    for tier, of in parts.items():
+        for part in of:
+            family.add_metric((tier, part.name, part.transport), float(part.is_up))
     return family

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         Observer,
         RequestSpec,
         Segment,
+        StorePart,
         Tile,
     )
 
@@ -250,6 +251,10 @@ class Restorer:
     def quarantined_bytes(self) -> dict[str, int]:
         """Staging memory that waits for given-up I/O to end, by tier."""
         return {name: self.pool.quarantined_bytes(name) for name in self.channels}
+
+    def tier_parts(self) -> dict[str, Sequence[StorePart]]:
+        """The servers that tiers are made of."""
+        return {name: backend.parts() for name, backend in self.channels.items()}
 
     @property
     def staging_bytes(self) -> tuple[int, int]:

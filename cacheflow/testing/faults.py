@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from cacheflow.clock import Clock
-    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Write
+    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, StorePart, Write
 
 __all__ = ["Fault", "FaultKind", "FaultyBackend"]
 
@@ -216,6 +216,9 @@ class FaultyBackend(StorageBackend):
 
     def register_memory(self, memory: Buffer) -> Callable[[], None]:
         return self.inner.register_memory(memory)
+
+    def parts(self) -> Sequence[StorePart]:
+        return self.inner.parts()
 
     async def aclose(self) -> None:
         """Whoever waits for what hangs gets ClosedError; the buffers stay held until released."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read
+    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read, StorePart
 
 __all__ = ["Encoded"]
 
@@ -111,6 +111,9 @@ class Encoded(StorageBackend):
 
     def register_memory(self, memory: Buffer) -> Callable[[], None]:
         return self.inner.register_memory(memory)
+
+    def parts(self) -> Sequence[StorePart]:
+        return self.inner.parts()
 
     def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
         self.inner.hint(keys, priority, ttl)

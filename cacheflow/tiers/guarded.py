@@ -38,7 +38,16 @@ if TYPE_CHECKING:
 
     from cacheflow.clock import Clock
     from cacheflow.tiers.health import Health, HealthLimits
-    from cacheflow.types import Buffer, ChunkInfo, ChunkKey, Extent, ObjectKey, Observer, Write
+    from cacheflow.types import (
+        Buffer,
+        ChunkInfo,
+        ChunkKey,
+        Extent,
+        ObjectKey,
+        Observer,
+        StorePart,
+        Write,
+    )
 
 __all__ = ["Guarded"]
 
@@ -216,6 +225,9 @@ class Guarded(StorageBackend):
 
     def register_memory(self, memory: Buffer) -> Callable[[], None]:
         return self.inner.register_memory(memory)
+
+    def parts(self) -> Sequence[StorePart]:
+        return self.inner.parts()
 
     def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
         self.inner.hint(keys, priority, ttl)

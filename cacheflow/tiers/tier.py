@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Extent,
         ObjectKey,
         Observer,
+        StorePart,
         TransferResult,
         Write,
     )
@@ -214,6 +215,9 @@ class Tier(StorageBackend):
 
     def register_memory(self, memory: Buffer) -> Callable[[], None]:
         return self.inner.register_memory(memory)
+
+    def parts(self) -> Sequence[StorePart]:
+        return self.inner.parts()
 
     async def aclose(self) -> None:
         if not self._closed:

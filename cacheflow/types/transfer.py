@@ -23,6 +23,7 @@ __all__ = [
     "Loan",
     "MemoryKind",
     "Read",
+    "StorePart",
     "TransferResult",
     "TransferStatus",
     "Write",
@@ -158,6 +159,16 @@ class Loan:
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class StorePart:
+    """One of the places that a store is made of, a server for instance."""
+
+    name: str
+    is_up: bool
+    transport: str
+    """What its bytes travel by; empty while that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from contextlib import ExitStack, aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Final, Self, cast
 
 from cacheflow.abc import StorageBackend
 from cacheflow.errors import BackendError, ClosedError, ConfigError, IntegrityError
@@ -26,12 +26,12 @@ from cacheflow.storage_backends.pool.discovery import discovery
 from cacheflow.storage_backends.pool.guard import Guard
 from cacheflow.storage_backends.pool.headers import Headers
 from cacheflow.storage_backends.pool.members import Members
-from cacheflow.storage_backends.pool.peer import Peer, Place, describe
+from cacheflow.storage_backends.pool.peer import Peer, Place
 from cacheflow.storage_backends.pool.reading import Loading
 from cacheflow.storage_backends.pool.settings import PoolOptions, read_token, tls_context
 from cacheflow.storage_backends.pool.writing import Storing
 from cacheflow.storage_backends.threads import IoThreads
-from cacheflow.types import Capabilities
+from cacheflow.types import Capabilities, StorePart
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -114,25 +114,24 @@ class PoolBackend(StorageBackend):
             raise
         return backend
 
-    def describe(self) -> list[dict[str, Any]]:
-        """For a person: each store, its state and its transport."""
-        return [describe(peer) for peer in self.members.peers.values()]
+    def parts(self) -> Sequence[StorePart]:
+        """Each store, whether it is up, and its transport."""
+        return [
+            StorePart(peer.name, peer.is_up, peer.hello.transport if peer.hello else "")
+            for peer in self.members.peers.values()
+        ]
 
     # -- reading -------------------------------------------------------------------------------
 
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
-        """Raises BackendError only if no store at all answers."""
+        """What is in stores that do not answer is not found: no error."""
         self._flights.check_open()
-        if not keys:
-            return []
         asked: dict[Peer, list[ChunkKey]] = {}
         for key in dict.fromkeys(keys):
             for peer in self.members.of(key.digest):
                 asked.setdefault(peer, []).append(key)
         works = [partial(self._lookup_at, peer, chunks) for peer, chunks in asked.items()]
         answers = [answer for answer in await self._flights.all(works) if answer is not None]
-        if not answers:
-            self._check_reachable("lookup")
         found = {key: self._merged(key, answers) for key in keys}
         return [found[key] for key in keys]
 
@@ -256,7 +255,7 @@ class PoolBackend(StorageBackend):
         for key in keys:
             self._changed(key)
         answers = await self._flights.all(works)
-        self._check_reachable("delete", all_of_them=True)
+        self._check_reachable("delete")
         return [any(deleted) for deleted in zip(*answers, strict=True)]
 
     def _changed(self, key: ObjectKey) -> None:
@@ -303,7 +302,7 @@ class PoolBackend(StorageBackend):
                     if info.key not in seen:
                         seen.add(info.key)
                         yield info
-        self._check_reachable("scan", all_of_them=True)
+        self._check_reachable("scan")
 
     async def _page(self, peer: Peer, after: int) -> tuple[int, list[ChunkInfo]]:
         answer = await peer.ask(messages.Scan(after=after), messages.ScanReply)
@@ -316,7 +315,7 @@ class PoolBackend(StorageBackend):
             BackendError: a store is not reachable.
         """
         self._flights.check_open()
-        self._check_reachable("used_bytes", all_of_them=True)
+        self._check_reachable("used_bytes")
         works = [partial(peer.ask, messages.Stat(), messages.StatReply) for peer in self.members.up]
         return sum(answer.used_bytes for answer in await self._flights.all(works))
 
@@ -340,10 +339,10 @@ class PoolBackend(StorageBackend):
             await transport.aclose()
         await self._threads.aclose(_CLOSE_SECONDS)
 
-    def _check_reachable(self, operation: str, *, all_of_them: bool = False) -> None:
-        """Raises BackendError if no store is up, or not every one."""
+    def _check_reachable(self, operation: str) -> None:
+        """Raises BackendError if not every store is up."""
         missing = self.members.missing
-        if self.members.up and not (all_of_them and missing):
+        if self.members.up and not missing:
             return
         what = ", ".join(missing) or "none is known"
         raise BackendError(

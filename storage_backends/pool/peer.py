@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cacheflow.storage_backends.pool.settings import Address, PoolOptions
     from cacheflow.types import ObjectKey
 
-__all__ = ["Peer", "PeerState", "Place", "describe"]
+__all__ = ["Peer", "PeerState", "Place"]
 
 R = TypeVar("R", bound="messages.Message")
 _log = logging.getLogger(__name__)
@@ -280,14 +280,3 @@ class Peer:
 
     def _become(self, state: PeerState) -> None:
         self.state = state
-
-
-def describe(peer: Peer) -> dict[str, Any]:
-    """For a person: what is known of a store."""
-    hello = peer.hello
-    return {
-        "store": peer.name,
-        "state": peer.state.value,
-        "transport": hello.transport if hello is not None else "",
-        "arena_bytes": hello.arena_bytes if hello is not None else 0,
-    }

@@ -31,7 +31,6 @@ async def test_requests_complete_whatever_becomes_of_the_store(
         phases = await Campaign(engine, tmp_path, restores=24, tokens=405).run()
     finally:
         await engine.aclose()
-    print(phases)
     assert [phase.fault for phase in phases] == list(FAULTS)
     assert wrong(phases) == []
     assert all(phase.longest_s < 5.0 for phase in phases)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from cacheflow.errors import BackendError
 from cacheflow.storage_backends.pool import PoolBackend
 from cacheflow.testing.etcd_server import find_etcd, running_etcd
 from cacheflow.testing.objects import aligned_buffer, make_object
@@ -92,9 +91,7 @@ class Load:
     async def round(self, objects: list[StoredObject]) -> list[TransferStatus]:
         """One read of each; a lookup that no store answers is no error to a request."""
         start = time.monotonic()
-        found: list[Any] = []
-        with suppress(BackendError):
-            found = await self._backend.lookup([each.key.chunk for each in objects])
+        found = await self._backend.lookup([each.key.chunk for each in objects])
         assert all(info in [each.info for each in objects] for infos in found for info in infos)
         reads = [Read(each.key, 0, aligned_buffer(len(each.data))) for each in objects]
         results = await load_all(self._backend, reads)

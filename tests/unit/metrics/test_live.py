@@ -11,10 +11,10 @@ from prometheus_client import generate_latest
 
 from cacheflow.errors import ConfigError
 from cacheflow.metrics import LoopLag, PrometheusObserver, metrics_app, serve_metrics, watch
-from cacheflow.types import TierDown, TierUp
+from cacheflow.types import StorePart, TierDown, TierUp
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 class Flow:
@@ -25,6 +25,9 @@ class Flow:
 
     def pending_loads(self) -> Mapping[str, int]:
         return {"disk": 2}
+
+    def tier_parts(self) -> Mapping[str, Sequence[StorePart]]:
+        return {"pool": (StorePart("a:1", True, "tcp"), StorePart("b:1", False, ""))}
 
     def quarantined_bytes(self) -> Mapping[str, int]:
         return {"disk": 4096}
@@ -40,6 +43,10 @@ async def test_live_state_is_read_when_scraped() -> None:
         assert value("cacheflow_active_restores") == 1
         assert value("cacheflow_pending_loads", {"tier": "disk"}) == 2
         assert value("cacheflow_quarantined_bytes", {"tier": "disk"}) == 4096
+        up = {"tier": "pool", "part": "a:1", "transport": "tcp"}
+        assert value("cacheflow_tier_part_up", up) == 1
+        down = {"tier": "pool", "part": "b:1", "transport": ""}
+        assert value("cacheflow_tier_part_up", down) == 0
         assert value("cacheflow_staging_used_bytes") == 10
         assert value("cacheflow_staging_capacity_bytes") == 64
     assert value("cacheflow_active_restores") is None

@@ -12,14 +12,17 @@ from urllib.request import urlopen
 
 import pytest
 
+from cacheflow.cli.checks import Verdict, _pool
 from cacheflow.errors import BackendError, ConfigError
 from cacheflow.kv import decode_header, encode_header
 from cacheflow.memory import buffer_from
 from cacheflow.pool import StoreSettings, messages, running
+from cacheflow.settings import TierSettings
 from cacheflow.storage_backends.pool import PoolBackend, tcp
 from cacheflow.storage_backends.pool.channel import Channel, Refused
 from cacheflow.testing.objects import load_one, make_object
 from cacheflow.testing.storage_harness import store_all
+from cacheflow.testing.store_process import free_port
 from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
@@ -194,8 +197,9 @@ async def test_tls_on_side_channel_and_lanes(tmp_path: Path) -> None:
             assert await there(backend, objects) == [0, 1, 2, 3]
         for options in ({"tls": True}, {"tls": False}):
             async with client(server, connect_seconds=0.5, **options) as backend:
+                assert await backend.lookup([objects[0].key.chunk]) == [[]]
                 with pytest.raises(BackendError, match="cannot be reached"):
-                    await backend.lookup([objects[0].key.chunk])
+                    await backend.used_bytes()
 
 
 async def test_a_client_that_never_commits_is_disconnected() -> None:
@@ -242,8 +246,8 @@ async def test_metrics_say_what_happened_and_over_which_transport() -> None:
         assert await there(backend, objects) == [0, 1, 2]
         url = f"http://127.0.0.1:{server.metrics_port}/metrics"
         text = (await asyncio.to_thread(lambda: urlopen(url).read())).decode()
-        [described] = backend.describe()
-    assert described["transport"] == "tcp"
+        [part] = backend.parts()
+    assert (part.is_up, part.transport) == (True, "tcp")
     for line in (
         'cacheflow_pool_clients{transport="tcp"} 1.0',
         "cacheflow_pool_lookup_chunks_total 4.0",
@@ -409,3 +413,18 @@ async def test_replicas_survive_the_death_of_a_store() -> None:
         assert await there(backend, objects[:1]) == []
         [stored] = await backend.store([objects[0].write()])
         assert stored.status is TransferStatus.OK
+
+
+async def test_doctor_names_each_store_and_its_transport() -> None:
+    """Of every pool in the settings each store is listed: up with its transport, or what to do."""
+    async with serving() as server:
+        dead = f"127.0.0.1:{free_port()}"
+        options = {"peers": [f"localhost:{server.port}", dead], "transports": ["tcp"]}
+        tier = TierSettings(name="remote", backend="pool", options=options)
+        up, down = sorted(await _pool(tier), key=lambda check: check.verdict.value, reverse=True)
+        assert (up.verdict, up.name) == (Verdict.OK, f"tier remote: localhost:{server.port}")
+        assert up.found == "up, bytes travel by tcp"
+        assert (down.verdict, down.name) == (Verdict.NOTE, f"tier remote: {dead}")
+        assert "ports" in down.fix
+    [refused] = await _pool(TierSettings(name="remote", backend="pool", options={}))
+    assert refused.verdict is Verdict.FAIL
