@@ -178,7 +178,8 @@ def _pools() -> list[Check]:
 
 async def _pool(tier: TierSettings) -> list[Check]:
     try:
-        pool = await load_backend(tier.backend).open(tier.options)
+        kind = await asyncio.to_thread(load_backend, tier.backend)
+        pool = await kind.open(tier.options)
     except CacheFlowError as error:
         return [Check(f"tier {tier.name}", Verdict.FAIL, "cannot be opened", str(error))]
     try:
