@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 class Begun:
     """A transfer, until :attr:`end` says that it has ended (or how it failed)."""
 
+    way: Way
     peer: str
     ours: Sequence[Range]
+    kind: MemoryKind
+    theirs: Sequence[Range]
     end: bool | Exception = False
     looks: int = 0
     is_released: bool = False
@@ -61,7 +64,7 @@ class ScriptedAgent:
         self.threads.add(threading.get_ident())
         if self.refuse is not None:
             raise self.refuse
-        self.begun.append(Begun(peer, ours))
+        self.begun.append(Begun(way, peer, ours, kind, theirs))
         return self.begun[-1]
 
     def has_ended(self, transfer: object) -> bool:
