@@ -39,7 +39,8 @@ class Script:
         self._opening = opening
         self._source: Sequence[int] = ()
         if tokenizer is not None:
-            self._source = real_tokens(tokenizer, opening + _RESULT * turns)
+            # Results of later turns than there are: for branches.
+            self._source = real_tokens(tokenizer, opening + _RESULT * (turns + 8))
 
     def opening(self) -> list[int]:
         """The first prompt: the task with a long document, about ``opening`` tokens."""

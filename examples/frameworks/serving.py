@@ -80,7 +80,7 @@ def started(model: Path, store: Path) -> Iterator[str]:
     command = Path(sys.executable).with_name("cacheflow")
     options = ("--model", model, "--name", MODEL, "--store", store, "--port", "0")
     process = subprocess.Popen(
-        [command, "serve", *options, "--dtype", "float32"],
+        [command, "serve", *options],
         env=os.environ | {"CACHEFLOW_SERVER_MAX_SESSIONS": "1"},
         stderr=subprocess.PIPE,
         text=True,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from agent_child import LIVE, Life, live
 from agent_report import identical
-from bench_agents import lived_on
+from bench_agents import lived
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,11 +34,12 @@ def life(model_folder: Path, tmp_path: Path) -> Life:
 
 
 async def test_forgotten_and_restarted_an_agent_says_the_same(life: Life, tmp_path: Path) -> None:
-    """Two processes, one after the other, know only the context and the store; each turn's tokens
-    are those of a server that never forgets, and all but the tool's result was restored."""
+    """Another process, which knows only the context and the store, goes on in the middle; each
+    turn's tokens are those of a server that never forgets, and all but the tool's result was
+    restored."""
     said: list[dict[str, Any]] = []
     await live(life, said.append)
-    never = said[:TURNS]
+    *never, _ = said
     forgetful = replace(
         life,
         store=str(tmp_path / "agent" / "kv"),
@@ -46,10 +47,14 @@ async def test_forgotten_and_restarted_an_agent_says_the_same(life: Life, tmp_pa
         bandwidth=20e6,
         forget=True,
     )
-    agent = await lived_on(forgetful, 1, lambda: None)
-    for before, after in zip(never, agent.turns, strict=True):
+    said = []
+    await live(replace(forgetful, stop=2), said.append)
+    *agent, end = said
+    rest = await lived(replace(forgetful, first=2, tokens=end["tokens"]), lambda: None)
+    agent += rest.turns
+    for before, after in zip(never, agent, strict=True):
         assert identical(before["answer"], after["answer"], after["ways"])
-    for turn in agent.turns[1:]:
+    for turn in agent[1:]:
         ways = turn["ways"]
         assert max(ways[LIVE]["suffix"], ways["load"]["suffix"]) <= 64
         assert not any(way["failed_loads"] for way in ways.values())
