@@ -1,4 +1,5 @@
-"""The openai SDK: a tool call, a pause in which the server forgets, and the answer, streamed."""
+"""The openai SDK: a tool call, a pause in which the server forgets, a prefetch at its end, and the
+answer, streamed."""
 
 from __future__ import annotations
 
@@ -53,11 +54,12 @@ def main(url: str) -> None:
     assert calls
     call = calls[0]
     assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    messages.append({"role": "assistant", "tool_calls": [call.to_dict()]})  # type: ignore[list-item]
     result = weather(**json.loads(call.function.arguments))
-    messages += [
-        {"role": "assistant", "tool_calls": [call.to_dict()]},  # type: ignore[list-item]
-        {"role": "tool", "tool_call_id": call.id, "content": result},
-    ]
+    # While the tool does the last of its work, the context comes back: all but its result is known.
+    so_far = {"messages": messages, "tools": [WEATHER], "prompt_cache_key": "trip"}
+    client.post("/cacheflow/prefetch", body={"model": MODEL, **so_far}, cast_to=object)
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     answer = client.chat.completions.create(
         model=MODEL,
         messages=messages,
