@@ -145,7 +145,7 @@ def tell(found: dict[str, Any]) -> None:
     print(f"{MACHINE}, compute:I/O 1:1 on every stage\n")
     print(
         "| prefix | S | bound | reached | of bound | speed-up bound | speed-up | no activations "
-        "| planner | activations MiB a stage (predicted) |"
+        "| planner (balance) | activations MiB a stage (predicted) |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in found["balance"]:
@@ -154,6 +154,7 @@ def tell(found: dict[str, Any]) -> None:
             f"| {row['seconds']:.4f} s | {row['efficiency']:.3f} "
             f"| {row['bound_speedup']:.2f} | {row['speedup']:.2f} "
             f"| {row['without_activations_seconds']:.4f} s | {row['planned_mode']} "
+            f"({row['balance']:.2f}) "
             f"| {row['hidden_bytes'] / 2**20:.0f} ({row['predicted_hidden_bytes'] / 2**20:.0f}) |"
         )
     print(

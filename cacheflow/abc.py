@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from cacheflow.types import (
+        Agreement,
         Buffer,
         Capabilities,
         ChunkInfo,
@@ -300,8 +301,9 @@ class StageListener(Protocol):
         """The hidden state of the tile at token ``start`` has come from the stage before."""
         ...
 
-    def demanded(self, request_id: str, start: int) -> None:
-        """The stage behind cannot do without the hidden state of the tile at ``start``."""
+    def demanded(self, request_id: str, start: int, *, again: bool) -> None:
+        """The stage behind cannot do without the hidden state of the tile at ``start``; ``again``:
+        it was given it, but has to compute the tile once more."""
         ...
 
     def settled(self, request_id: str) -> None:
@@ -364,12 +366,18 @@ class Staged(Sharded, Protocol):
         ...
 
     async def agree(
-        self, request_id: str, stored: int | None, same: Sequence[int], lacks: Sequence[int]
-    ) -> tuple[int | None, frozenset[int]]:
-        """Exchange with all stages before a request is restored: how many leading chunks can matter
-        (the most of any stage; None if one does not know). ``same``: numbers that must not differ
-        between stages. ``lacks``: tiles, by first token, that this stage wants to be fed with by
-        the one before if that computes them. Also returns those of the stage behind.
+        self,
+        request_id: str,
+        stored: int | None,
+        *,
+        same: Sequence[int],
+        lacks: Sequence[int],
+        took: float,
+    ) -> Agreement:
+        """Exchange with all stages before a request is restored. ``stored``: how many leading
+        chunks can matter here. ``same``: numbers that must not differ between stages. ``lacks``:
+        tiles, by first token, that this stage wants to be fed with by the one before if that
+        computes them. ``took``: seconds of its latest restore.
 
         Raises:
             PeerError: the stages are not asked the same.
@@ -394,7 +402,7 @@ class Staged(Sharded, Protocol):
         """Send what came out of the last layer for the tile at ``start`` to the stage behind."""
         ...
 
-    def demand(self, request_id: str, start: int) -> None:
+    def demand(self, request_id: str, start: int, *, again: bool) -> None:
         """Have the stage before feed the tile at ``start``: see :meth:`StageListener.demanded`."""
         ...
 

@@ -409,7 +409,7 @@ class Restorer:
             self.scheduler.remove(job.spec.id)
             self._jobs.pop(job.spec.id, None)
             if self.stage is not None:
-                self.stage.forget(job.spec.id)
+                self.stage.forget(job)
             if not job.done.cancelled() and job.done.done():
                 job.done.exception()  # whoever was cancelled meanwhile does not ask for it
             job.settled.set()

@@ -9,10 +9,11 @@ it had. Owns no tensors and no connection: the engine does.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.distributed.stages import Mode, StageCosts, plan_stages
 from cacheflow.errors import PeerError
+from cacheflow.types import Agreement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,18 +25,21 @@ if TYPE_CHECKING:
 
 __all__ = ["StageDriver"]
 
+_NOTHING: Final = Agreement(None)
+
 
 @dataclass(slots=True)
 class _Shared:
     """What is known of one request's other stages."""
 
     mode: Mode = Mode.INDEPENDENT
-    relayed: frozenset[int] = frozenset()
-    """Tiles, by first token, that the stage behind takes if they are computed here."""
+    agreed: Agreement = _NOTHING
     demanded: set[int] = field(default_factory=set)
     """Tiles that it cannot do without."""
     handed: set[int] = field(default_factory=set)
+    """Tiles that it was given, so that a demand which crossed them on the way is met already."""
     fed: set[int] = field(default_factory=set)
+    """Tiles that the stage before has given here."""
     handing: int = 0
     """How many tiles are on their way out of the engine."""
     settled: bool = False
@@ -56,6 +60,8 @@ class StageDriver:
         self._restorer = restorer
         self._shared: dict[str, _Shared] = {}
         self._broken: BaseException | None = None
+        self._took: float = 0.0
+        self._all_took: tuple[float, ...] = ()
         engine.listen(self)
 
     # -- what the restorer tells ---------------------------------------------------------------
@@ -70,11 +76,14 @@ class StageDriver:
         same = (len(request.tokens), request.resident, job.spec.prefix_tokens)
         lacks = self._lacks(job, shared)
         try:
-            stored, shared.relayed = await self.engine.agree(job.spec.id, stored, same, lacks)
+            shared.agreed = await self.engine.agree(
+                job.spec.id, stored, same=same, lacks=lacks, took=self._took
+            )
         except PeerError as error:
             self.engine.give_up(job.spec.id, str(error))
             raise
-        return stored
+        self._all_took = shared.agreed.took
+        return shared.agreed.stored
 
     def coverage(self, job: Job, coverage: Coverage) -> Coverage:
         """Without the activations where it is better to wait for the stage before."""
@@ -94,7 +103,7 @@ class StageDriver:
             return
         if done.next_layer < job.spec.num_layers:
             return
-        wanted = start in shared.relayed or start in shared.demanded
+        wanted = start in shared.agreed.relayed or start in shared.demanded
         if done.work.is_suffix or wanted:
             shared.handed.add(start)
             shared.demanded.discard(start)
@@ -117,7 +126,8 @@ class StageDriver:
         if shared is None or job is None or not job.admitted:
             return
         for start in self._restorer.scheduler.starving(request_id):
-            self.engine.demand(request_id, start)
+            self.engine.demand(request_id, start, again=start in shared.fed)
+            shared.fed.discard(start)
         if shared.settled and not shared.told and self._restorer.scheduler.restored(request_id):
             shared.told = True
             self.engine.settle(request_id)
@@ -133,9 +143,18 @@ class StageDriver:
         if not isinstance(error, PeerError):
             self.engine.give_up(job.spec.id, str(error or outcome))
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, job: Job) -> None:
         """The request is over."""
-        self._shared.pop(request_id, None)
+        self._shared.pop(job.spec.id, None)
+        if job.restored_at is not None and job.spec.tiles:
+            self._took = job.restored_at - job.request.arrival
+
+    @property
+    def balance(self) -> float | None:
+        """Mean over the longest of the stages' restores before the latest one: 1.0 where all end
+        together; None before that."""
+        longest = max(self._all_took, default=0.0)
+        return sum(self._all_took) / len(self._all_took) / longest if longest else None
 
     # -- what the neighbours tell: cacheflow.abc.StageListener -----------------------------------
 
@@ -145,11 +164,12 @@ class StageDriver:
             self._restorer.scheduler.feed(request_id, start)
             self._restorer.changed(request_id)
 
-    def demanded(self, request_id: str, start: int) -> None:
+    def demanded(self, request_id: str, start: int, *, again: bool) -> None:
         shared = self._shared.get(request_id)
         if shared is None:
             self.engine.give_up(request_id, "the stage before had ended it already")
-        elif start not in shared.handed:
+        elif again or start not in shared.handed:
+            shared.handed.discard(start)
             shared.demanded.add(start)
             self._restorer.scheduler.pass_on(request_id, start)
             self._restorer.changed(request_id)

@@ -161,10 +161,15 @@ class Feeding(Expectations):
         """First tokens of tiles that only the stage before can feed; each named once."""
         found = []
         for t in self._unfed():
-            if self.tiles[t].must and not self._feeds[t].storable and t not in self._asked:
+            if self._is_left_to_compute(t) and not self._feeds[t].storable and t not in self._asked:
                 self._asked.add(t)
                 found.append(self.tiles[t].tile.start)
         return found
+
+    def _is_left_to_compute(self, t: int) -> bool:
+        """Whether no load will ever complete the tile: there is none, or the policy says so."""
+        planned = self.heights is not None and self.heights[t] > 0
+        return bool(self.tiles[t].must) or planned or not self.policy.load(0.0, 1.0)
 
     def _tiles_at(self, start: int) -> Iterable[int]:
         return (t for t, state in enumerate(self.tiles) if state.tile.start == start)

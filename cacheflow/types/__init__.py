@@ -57,6 +57,7 @@ from cacheflow.types.transfer import (
     Write,
 )
 from cacheflow.types.work import (
+    Agreement,
     Claim,
     ComputeBatch,
     ComputeDone,
@@ -70,6 +71,7 @@ from cacheflow.types.work import (
 )
 
 __all__ = [
+    "Agreement",
     "Buffer",
     "Capabilities",
     "ChecksumKind",

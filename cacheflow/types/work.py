@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from cacheflow.types.geometry import Span, Tile
 
 __all__ = [
+    "Agreement",
     "Claim",
     "ComputeBatch",
     "ComputeDone",
@@ -144,6 +145,18 @@ class Load:
     chunks: tuple[int, ...]
     nbytes: int
     hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the stages of a pipeline know of a request before it is restored."""
+
+    stored: int | None
+    """How many leading chunks can matter: the most of any stage; None if one does not know."""
+    relayed: frozenset[int] = frozenset()
+    """Tiles, by first token, that the stage behind takes if they are computed here."""
+    took: tuple[float, ...] = ()
+    """Seconds that each stage's latest restore took."""
 
 
 @dataclass(frozen=True, slots=True)

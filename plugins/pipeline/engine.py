@@ -23,7 +23,7 @@ from cacheflow.plugins.transformers.copies import as_torch_wants
 from cacheflow.plugins.transformers.device import pick_device
 from cacheflow.plugins.transformers.engine import TransformersEngine, check_options, streams_of
 from cacheflow.plugins.transformers.pages import Paused
-from cacheflow.types import Tile, TileGrid
+from cacheflow.types import Agreement, TileGrid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import StageListener
     from cacheflow.plugins.transformers.request import OpenRequest
-    from cacheflow.types import Sampling, Shard, StagedPart
+    from cacheflow.types import Sampling, Shard, StagedPart, Tile
 
 __all__ = ["PipelineEngine"]
 
@@ -115,37 +115,44 @@ class PipelineEngine(TransformersEngine):
             listener.failed(None, self._talk.broken)
 
     async def agree(
-        self, request_id: str, stored: int | None, same: Sequence[int], lacks: Sequence[int]
-    ) -> tuple[int | None, frozenset[int]]:
+        self,
+        request_id: str,
+        stored: int | None,
+        *,
+        same: Sequence[int],
+        lacks: Sequence[int],
+        took: float,
+    ) -> Agreement:
         """See :meth:`cacheflow.abc.Staged.agree`: up through the stages, and down again."""
+        mine = {"stored": stored, "same": list(same), "lacks": list(lacks), "took": [took]}
         try:
             async with asyncio.timeout(self._deadline):
-                return await self._agree(request_id, stored, list(same), list(lacks))
+                return await self._agree(request_id, f"{request_id}\0", mine)
         except TimeoutError:
             raise PeerError(
                 f"request {request_id!r}: not all stages were asked for it in {self._deadline:g} s"
             ) from None
 
-    async def _agree(
-        self, request_id: str, stored: int | None, same: list[int], lacks: list[int]
-    ) -> tuple[int | None, frozenset[int]]:
-        talk, key, theirs = self._talk, f"{request_id}\0", frozenset[int]()
+    async def _agree(self, request_id: str, key: str, mine: dict[str, Any]) -> Agreement:
+        talk, relayed = self._talk, frozenset[int]()
         if not self.is_last:
-            behind = (await talk.receive("agree", request_id, key)).body
-            if behind["same"] != same:
+            theirs = (await talk.receive("agree", request_id, key)).body
+            if theirs["same"] != mine["same"]:
                 raise PeerError(
-                    f"request {request_id!r}: stage {self.rank} was asked for {same} (tokens, "
-                    f"resident, restorable), those behind for {behind['same']}"
+                    f"request {request_id!r}: stage {self.rank} was asked for {mine['same']} "
+                    f"(tokens, resident, restorable), those behind for {theirs['same']}"
                 )
-            theirs = frozenset(behind["lacks"])
-            unknown = stored is None or behind["stored"] is None
-            stored = None if unknown else max(stored or 0, behind["stored"])
-        body = {"key": key, "stored": stored, "same": same, "lacks": lacks}
-        talk.back(Message("agree", body))
+            relayed = frozenset(theirs["lacks"])
+            known = [mine["stored"], theirs["stored"]]
+            mine |= {"stored": None if None in known else max(known)}
+            mine |= {"took": mine["took"] + theirs["took"]}
+        talk.back(Message("agree", {"key": key, **mine}))
         if self.rank:
-            stored = (await talk.receive("agreed", request_id, key)).body["stored"]
-        talk.forward(Message("agreed", {"key": key, "stored": stored}))
-        return stored, theirs
+            mine |= (await talk.receive("agreed", request_id, key)).body
+        talk.forward(
+            Message("agreed", {"key": key, "stored": mine["stored"], "took": mine["took"]})
+        )
+        return Agreement(mine["stored"], relayed, tuple(mine["took"]))
 
     async def import_hidden(self, request_id: str, tile: Tile, parts: Sequence[StagedPart]) -> None:
         """See :meth:`cacheflow.abc.Staged.import_hidden`."""
@@ -195,9 +202,10 @@ class PipelineEngine(TransformersEngine):
         body = {"request": request_id, "start": start}
         self._talk.forward(Message("hidden", body, hidden))
 
-    def demand(self, request_id: str, start: int) -> None:
+    def demand(self, request_id: str, start: int, *, again: bool) -> None:
         """See :meth:`cacheflow.abc.Staged.demand`."""
-        self._talk.back(Message("demand", {"request": request_id, "start": start}))
+        body = {"request": request_id, "start": start, "again": again}
+        self._talk.back(Message("demand", body))
 
     def settle(self, request_id: str) -> None:
         """See :meth:`cacheflow.abc.Staged.settle`."""
@@ -269,7 +277,7 @@ class PipelineEngine(TransformersEngine):
         elif message.kind == "hidden":
             self._take_in(body["request"], body["start"], message.tensor)
         elif message.kind == "demand":
-            listener.demanded(body["request"], body["start"])
+            listener.demanded(body["request"], body["start"], again=body["again"])
         else:
             listener.settled(body["request"])
         return True

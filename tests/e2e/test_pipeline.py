@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -28,6 +29,8 @@ LAYERS, CHUNK = 4, 16
 GRID = TileGrid((32, 32, 64), 128)
 PREFIX = 384
 """Five whole tiles."""
+HIDDEN_BYTES = 8192
+"""Of one chunk: 16 tokens x 96 x 4 bytes, in whole pages."""
 NEW = 6
 PROMPT = [random.Random(3).randrange(320) for _ in range(PREFIX + 9)]
 
@@ -70,6 +73,7 @@ class Rank:
                 e.nbytes for e in self.events if isinstance(e, LoadEnded) and e.hidden
             ),
             "failed": restoration.failed_loads,
+            "balance": self.flow.restorer.stage.balance if self.flow.restorer.stage else None,
         }
 
     def is_same_as_reference(self, request: str) -> bool:
@@ -143,6 +147,7 @@ async def forget_and_restore(seat: Seat, folder: str) -> dict[str, Any]:
                 rank.store.objects[key][-40] ^= 1
         del rank.store.objects[chunks[seat.rank]]
         found["corrupt"] = await rank.turn("load")
+        found["lost"] = await rank.turn("recompute")
         for key in rank.stored("hidden"):
             del rank.store.objects[key]
         found["missing"] = await rank.turn("load")
@@ -209,6 +214,44 @@ def test_stages_restore_bit_for_bit(folder: Path, stages: int) -> None:
         assert found["nothing"]["prefix"] == 0
         if number:
             assert found["corrupt"]["failed"] > 0
+            assert found["lost"]["failed"] > 0
+        assert found["lost"]["recomputed"] == 1.0
+        extra = found["recompute"]["hidden bytes"]
+        assert extra == (PREFIX // CHUNK * HIDDEN_BYTES if number else 0)
+        assert 0.0 < found["adaptive"]["balance"] <= 1.0
+        assert found["adaptive"]["balance"] == ranks[0]["adaptive"]["balance"]
+
+
+async def lose_at_random(seat: Seat, folder: str, rounds: int) -> list[dict[str, Any]]:
+    """Any KV and any activations missing or corrupt, any policy, any way to be fed."""
+    common, own = random.Random(1), random.Random(100 + seat.rank)
+    found = []
+    async with running(seat, folder) as rank:
+        assert rank.flow.restorer.stage is not None
+        await rank.turn(save=True)
+        whole = {key: bytes(data) for key, data in rank.store.objects.items()}
+        for _ in range(rounds):
+            kept = own.choice([0.3, 0.7, 0.95])
+            rank.store.objects = {k: bytearray(v) for k, v in whole.items() if own.random() < kept}
+            for data in rank.store.objects.values():
+                if own.random() < 0.1:
+                    data[own.randrange(4096, len(data))] ^= 1
+            rank.flow.restorer.stage.mode = own.choice([None, *Mode])
+            policy = common.choice(["adaptive", "load", "recompute", "two-pointer", "cake"])
+            found.append({"policy": policy, **await rank.turn(policy)})
+    return found
+
+
+def test_random_losses_are_bit_exact(folder: Path) -> None:
+    """Three stages whose stores lost what they like: the restore ends, with the cold run's bits."""
+    rounds = 100 if os.environ.get("CACHEFLOW_FULL") == "1" else 15
+    tokens = [int(token) for token in (folder / "tokens").read_text().split()]
+    ranks = run_ranks(3, lose_at_random, str(folder), rounds, deadline=100.0)
+    for number, turns in enumerate(ranks):
+        for turn in turns:
+            assert turn["same"], (number, turn)
+            assert turn["tokens"] == tokens, (number, turn)
+    assert any(turn["failed"] for turns in ranks for turn in turns)
 
 
 async def wait_to_be_killed(seat: Seat, folder: str, when: str) -> dict[str, Any]:
@@ -217,7 +260,7 @@ async def wait_to_be_killed(seat: Seat, folder: str, when: str) -> dict[str, Any
 
     from cacheflow.errors import PeerError
 
-    async with running(seat, folder, deadline=8.0) as rank:
+    async with running(seat, folder, deadline=20.0) as rank:
         await rank.turn(save=True)
         stored = dict(rank.store.objects)
 
@@ -271,7 +314,7 @@ def test_a_killed_rank_is_an_error_everywhere(
             found = ranks.result(rank)
             assert f"rank {victim} is gone" in found["error"], (rank, found)
             assert f"rank {victim} is gone" in found["again"], (rank, found)
-            assert found["seconds"] < 8.0, (rank, found)
+            assert found["seconds"] < 20.0, (rank, found)
             assert found["intact"]
             assert found["left"] == []
             assert found["staged"] == 0

@@ -125,6 +125,25 @@ def test_a_lost_activation_is_not_asked_for_again() -> None:
     assert len({c for chunks in lost for c in chunks}) == sum(map(len, lost))
 
 
+@pytest.mark.parametrize("policy", ["recompute", "staircase", "two-pointer", "cake"])
+def test_no_policy_waits_for_ever_for_what_is_lost(policy: str) -> None:
+    """Activations are lost under policies that leave tiles to compute: the stage before is asked,
+    and the restore ends."""
+    stage = Stage(4096, 0.125)
+    stage.link.outcome = lambda load: not load.hidden
+
+    def deliver() -> None:
+        for start in stage.run.scheduler.starving("r"):
+            stage.run.scheduler.feed("r", start)
+        if "r" not in stage.run.finished_at:
+            stage.run.at(stage.run.clock.now() + 0.05, deliver)
+
+    stage.run.at(0.05, deliver)
+    assert stage.restore(policy=policy) < 3.0
+    if policy == "recompute":
+        assert stage.recomputed == 1.0
+
+
 def test_a_tile_is_gone_through_once_more_for_the_stage_behind() -> None:
     """Loaded, then wanted by the next stage: compute passes all layers and writes none."""
     stage = Stage(4096, 0.25)
