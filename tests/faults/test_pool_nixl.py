@@ -6,17 +6,22 @@ import asyncio
 import time
 from contextlib import suppress
 from signal import SIGCONT, SIGSTOP
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 import pytest
 
 from cacheflow.errors import BackendError
 from cacheflow.memory import StagingPool
+from cacheflow.plugins.transformers import TransformersEngine
+from cacheflow.session import CacheFlow, Generation
+from cacheflow.settings import Settings
 from cacheflow.storage_backends.nixl.agent import why_missing
+from cacheflow.storage_backends.nixl.memory import OurMemory
 from cacheflow.testing.objects import make_object
 from cacheflow.testing.storage_harness import load_all, store_all
 from cacheflow.testing.store_process import StoreProcess
-from cacheflow.types import Read, TransferStatus
+from cacheflow.types import Read, TileGrid, TransferStatus
 from tests.faults.test_pool_stores import on_disk, opened, started, until
 
 if TYPE_CHECKING:
@@ -112,3 +117,41 @@ async def test_a_store_that_hangs_dies_and_comes_back(
         assert load.longest < 3.0
         assert load.statuses <= {TransferStatus.OK, TransferStatus.MISSING, TransferStatus.LATE}
         await load.aclose()
+
+
+async def test_restores_land_in_staging_memory(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session over a pool on NIXL: what a restore loads goes straight into staging memory, not
+    one copy is made on the way, and the tokens are those of a cold run."""
+    monkeypatch.setenv("UCX_TLS", "all")
+    engine: Any = await TransformersEngine.open_model(
+        model_folder,
+        dtype="float32",
+        grid=TileGrid((32, 32, 64), 128),
+        chunk_tokens=16,
+        kv_bytes=1 << 28,
+    )
+    store = StoreProcess(tmp_path / "log", arena="16MiB", transports='["nixl"]')
+    prompt = [(7 * i) % 311 for i in range(200)]
+    async with started(store):
+        options = {"peers": [store.address], "transports": ["nixl"]}
+        tier = {"name": "pool", "backend": "pool", "options": options}
+        settings = Settings(tiers=[tier], staging_bytes=1 << 22, policy="load")
+        async with CacheFlow.open(settings, engine=engine) as flow:
+            cold = await ask(flow, prompt)
+            await flow.flush(10)
+            with mock.patch.object(OurMemory, "stopover") as copied:
+                report = Generation()
+                assert await ask(flow, prompt, report) == cold
+            assert report.usage.loaded_tokens == 192
+            copied.assert_not_called()
+    await engine.aclose()
+
+
+async def ask(flow: CacheFlow, prompt: list[int], report: Generation | None = None) -> list[int]:
+    session = flow.session()
+    stream = session.generate(prompt, max_new_tokens=3, report=report)
+    tokens = [token async for token in stream]
+    await session.forget()
+    return tokens
