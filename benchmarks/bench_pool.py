@@ -208,7 +208,7 @@ async def _questions(backend: PoolBackend, infos: list[ChunkInfo], rounds: int) 
     known: list[float] = []
     small: list[float] = []
     for _ in range(10 * rounds):
-        backend._headers.clear()
+        backend.looking._headers.clear()
         for times in (fresh, known):
             start = time.perf_counter()
             assert all(await backend.lookup(keys))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
-from collections import OrderedDict
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Self, cast
@@ -24,9 +22,9 @@ from cacheflow.storage_backends.checks import check_reads, check_writes
 from cacheflow.storage_backends.flights import Flights
 from cacheflow.storage_backends.pool.discovery import discovery
 from cacheflow.storage_backends.pool.guard import Guard
-from cacheflow.storage_backends.pool.headers import Headers
+from cacheflow.storage_backends.pool.looking import Looking
 from cacheflow.storage_backends.pool.members import Members
-from cacheflow.storage_backends.pool.peer import Peer, Place
+from cacheflow.storage_backends.pool.peer import Peer
 from cacheflow.storage_backends.pool.reading import Loading
 from cacheflow.storage_backends.pool.settings import PoolOptions, read_token, tls_context
 from cacheflow.storage_backends.pool.writing import Storing
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
     from cacheflow.pool import Transport, TransportKind
     from cacheflow.storage_backends.pool.discovery import Discovery
-    from cacheflow.storage_backends.pool.headers import Listed
     from cacheflow.storage_backends.pool.settings import Address
     from cacheflow.types import (
         Buffer,
@@ -58,10 +55,6 @@ _AT_ONCE: Final = 1024
 """Reads, writes and questions under way."""
 _CHECKSUM_THREADS: Final = 2
 _CLOSE_SECONDS: Final = 1.0
-_MOST_PLACES: Final = 65536
-"""Objects of which is remembered which stores have them."""
-_FEW: Final = 16
-"""Headers that are decoded on the loop: less than a millisecond."""
 
 
 class PoolBackend(StorageBackend):
@@ -89,9 +82,8 @@ class PoolBackend(StorageBackend):
 
         self.members = Members(stores, options, make)
         self._flights = Flights(_AT_ONCE, "the pool tier")
+        self.looking = Looking(self.members, self._flights)
         self._threads = IoThreads(_CHECKSUM_THREADS, "cacheflow-pool-sum")
-        self._headers: dict[str, Headers] = {}
-        self._places: OrderedDict[ObjectKey, tuple[str, ...]] = OrderedDict()
         self._distrusted: set[ObjectKey] = set()
         self._removing: asyncio.Task[None] | None = None
 
@@ -126,80 +118,7 @@ class PoolBackend(StorageBackend):
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         """What is in stores that do not answer is not found: no error."""
         self._flights.check_open()
-        asked: dict[Peer, list[ChunkKey]] = {}
-        for key in dict.fromkeys(keys):
-            for peer in self.members.of(key.digest):
-                asked.setdefault(peer, []).append(key)
-        works = [partial(self._lookup_at, peer, chunks) for peer, chunks in asked.items()]
-        answers = [answer for answer in await self._flights.all(works) if answer is not None]
-        found = {key: self._merged(key, answers) for key in keys}
-        return [found[key] for key in keys]
-
-    async def _lookup_at(
-        self, peer: Peer, chunks: Sequence[ChunkKey]
-    ) -> tuple[Peer, dict[ChunkKey, list[ChunkInfo]]] | None:
-        """What one store has; None if it does not answer."""
-        headers, found = self._headers_of(peer), {}
-        at = 0
-        while at < len(chunks):
-            batch = chunks[at : at + messages.BATCH]
-            digests = tuple(chunk.digest for chunk in batch)
-            known, asked_at = headers.known(batch), time.monotonic()
-            request = messages.Lookup(chunks=digests, known=known, lease=True)
-            try:
-                answer = await peer.ask(request, messages.LookupReply)
-            except BackendError as error:
-                _log.debug("store %s: lookup: %s", peer.name, error)
-                return None
-            if not 0 < len(answer.found) <= len(batch):
-                return None
-            decode = partial(_decode, headers, batch, answer.found)
-            new = sum(bool(header) for objects in answer.found for _, header, _ in objects)
-            decoded = decode() if new <= _FEW else await asyncio.to_thread(decode)
-            for chunk, objects in zip(batch, decoded, strict=False):
-                headers.keep(chunk, objects)
-                found[chunk] = [listed.info for listed in objects]
-                for generation, info, offset in objects:
-                    if generation:
-                        place = Place(offset, info.nbytes, generation, asked_at)
-                        peer.looked_up(info.key, place)
-            at += len(answer.found)
-        return peer, found
-
-    def _headers_of(self, peer: Peer) -> Headers:
-        instance = peer.hello.instance if peer.hello is not None else b""
-        known = self._headers.get(peer.name)
-        if known is None or known.instance != instance:
-            known = self._headers[peer.name] = Headers(instance)
-        return known
-
-    def _merged(
-        self,
-        chunk: ChunkKey,
-        answers: Sequence[tuple[Peer, dict[ChunkKey, list[ChunkInfo]]]],
-    ) -> list[ChunkInfo]:
-        """Objects of a chunk, each once, and remembered who has exactly that one."""
-        infos: dict[ObjectKey, ChunkInfo] = {}
-        places: dict[ObjectKey, tuple[str, ...]] = {}
-        for peer, found in answers:
-            for info in found.get(chunk, ()):
-                known = infos.setdefault(info.key, info)
-                if known == info:
-                    places[info.key] = (*places.get(info.key, ()), peer.name)
-        for key, names in places.items():
-            self._places[key] = names
-            self._places.move_to_end(key)
-        while len(self._places) > _MOST_PLACES:
-            self._places.popitem(last=False)
-        return list(infos.values())
-
-    def _route(self, key: ObjectKey) -> list[Peer]:
-        """Stores that are up and may have the object."""
-        names = self._places.get(key)
-        if names is None:
-            return self.members.of(key.chunk.digest)
-        peers = (self.members.peers.get(name) for name in names)
-        return [peer for peer in peers if peer is not None and peer.is_up]
+        return await self.looking.lookup(keys)
 
     async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
         self._flights.check_open()
@@ -209,7 +128,7 @@ class PoolBackend(StorageBackend):
             for read in reads:  # before the first await
                 guards.append(Guard((read.buffer,)))
                 held.callback(guards[-1].leave)
-            loading = Loading(reads, guards, self._route, self.options.transfer_seconds)
+            loading = Loading(reads, guards, self.looking.route, self.options.transfer_seconds)
             works = [(partial(loading.read, at), guards[at].leave) for at in range(len(reads))]
             try:
                 async with aclosing(self._flights.each(works)) as results:
@@ -238,7 +157,7 @@ class PoolBackend(StorageBackend):
             finally:
                 await storing.aclose()
             for write in writes:
-                self._changed(write.info.key)
+                self.looking.changed(write.info.key)
         return [ended[id(write)] for write in writes]
 
     def _homes(self, key: ObjectKey) -> list[Peer]:
@@ -253,16 +172,10 @@ class PoolBackend(StorageBackend):
         self._flights.check_open()
         works = [partial(self._delete_at, peer, keys) for peer in self.members.up]
         for key in keys:
-            self._changed(key)
+            self.looking.changed(key)
         answers = await self._flights.all(works)
         self._check_reachable("delete")
         return [any(deleted) for deleted in zip(*answers, strict=True)]
-
-    def _changed(self, key: ObjectKey) -> None:
-        """What was known of where the object is, is out of date."""
-        self._places.pop(key, None)
-        for peer in self.members.peers.values():
-            peer.forget(key)
 
     async def _delete_at(self, peer: Peer, keys: Sequence[ObjectKey]) -> list[bool]:
         deleted: list[bool] = []
@@ -368,15 +281,6 @@ async def _open_transports(names: Sequence[str], tls: SSLContext | None) -> dict
             f"storage backend 'pool', option 'transports': none works here ({'; '.join(problems)})"
         )
     return transports
-
-
-def _decode(
-    headers: Headers,
-    chunks: Sequence[ChunkKey],
-    found: Sequence[Sequence[tuple[int, bytes, int]]],
-) -> list[list[Listed]]:
-    pairs = zip(chunks, found, strict=False)
-    return [headers.decode(chunk, objects) for chunk, objects in pairs]
 
 
 def _valid(headers: Sequence[bytes]) -> list[ChunkInfo]:

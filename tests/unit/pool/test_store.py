@@ -266,7 +266,7 @@ async def test_headers_are_sent_once() -> None:
         await store_all(backend, stored)
         assert await backend.lookup([stored.key.chunk]) == [[stored.info]]
         [peer] = backend.members.up
-        [known] = backend._headers[peer.name].known([stored.key.chunk])
+        [known] = backend.looking.headers_of(peer).known([stored.key.chunk])
         request = messages.Lookup(chunks=(stored.key.chunk.digest,), known=(known,), lease=False)
         assert (await peer.ask(request, messages.LookupReply)).found == (((known, b"", 0),),)
         assert await backend.lookup([stored.key.chunk]) == [[stored.info]]

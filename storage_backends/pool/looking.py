@@ -1,0 +1,142 @@
+"""What the stores of a pool have, asked side by side, and remembered as far as it stays true.
+
+Stores that do not answer have nothing. Where several have an object, those count whose copy is
+the very one that was listed. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from cacheflow.errors import BackendError
+from cacheflow.pool import messages
+from cacheflow.storage_backends.pool.headers import Headers
+from cacheflow.storage_backends.pool.peer import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cacheflow.storage_backends.flights import Flights
+    from cacheflow.storage_backends.pool.headers import Listed
+    from cacheflow.storage_backends.pool.members import Members
+    from cacheflow.storage_backends.pool.peer import Peer
+    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey
+
+__all__ = ["Looking"]
+
+_log = logging.getLogger(__name__)
+_MOST_PLACES: Final = 65536
+"""Objects of which is remembered which stores have them."""
+_FEW: Final = 16
+"""Headers that are decoded on the loop: less than a millisecond."""
+
+
+class _Answer(NamedTuple):
+    """What one store has."""
+
+    peer: Peer
+    found: dict[ChunkKey, list[ChunkInfo]]
+
+
+class Looking:
+    """Lookups over ``members``, as ``flights``."""
+
+    def __init__(self, members: Members, flights: Flights) -> None:
+        self._members = members
+        self._flights = flights
+        self._headers: dict[str, Headers] = {}
+        self._places: OrderedDict[ObjectKey, tuple[str, ...]] = OrderedDict()
+
+    async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
+        """See the contract."""
+        asked: dict[Peer, list[ChunkKey]] = {}
+        for key in dict.fromkeys(keys):
+            for peer in self._members.of(key.digest):
+                asked.setdefault(peer, []).append(key)
+        works = [partial(self._lookup_at, peer, chunks) for peer, chunks in asked.items()]
+        answers = [answer for answer in await self._flights.all(works) if answer is not None]
+        found = {key: self._merged(key, answers) for key in keys}
+        return [found[key] for key in keys]
+
+    def route(self, key: ObjectKey) -> list[Peer]:
+        """Stores that are up and may have the object."""
+        names = self._places.get(key)
+        if names is None:
+            return self._members.of(key.chunk.digest)
+        peers = (self._members.peers.get(name) for name in names)
+        return [peer for peer in peers if peer is not None and peer.is_up]
+
+    def changed(self, key: ObjectKey) -> None:
+        """Somebody here has replaced or deleted it: what was known of it is out of date."""
+        self._places.pop(key, None)
+        for peer in self._members.peers.values():
+            peer.forget(key)
+
+    def headers_of(self, peer: Peer) -> Headers:
+        """What is known of the store's objects, in this start of it."""
+        instance = peer.hello.instance if peer.hello is not None else b""
+        known = self._headers.get(peer.name)
+        if known is None or known.instance != instance:
+            known = self._headers[peer.name] = Headers(instance)
+        return known
+
+    async def _lookup_at(self, peer: Peer, chunks: Sequence[ChunkKey]) -> _Answer | None:
+        """None if the store does not answer."""
+        headers, found = self.headers_of(peer), {}
+        at = 0
+        while at < len(chunks):
+            batch = chunks[at : at + messages.BATCH]
+            digests, asked_at = tuple(chunk.digest for chunk in batch), time.monotonic()
+            request = messages.Lookup(chunks=digests, known=headers.known(batch), lease=True)
+            try:
+                answer = await peer.ask(request, messages.LookupReply)
+            except BackendError as error:
+                _log.debug("store %s: lookup: %s", peer.name, error)
+                return None
+            if not 0 < len(answer.found) <= len(batch):
+                return None
+            decoded = await _decoded(headers, batch, answer)
+            for chunk, objects in zip(batch, decoded, strict=False):
+                headers.keep(chunk, objects)
+                found[chunk] = [listed.info for listed in objects]
+                _remember_places(peer, objects, asked_at)
+            at += len(answer.found)
+        return _Answer(peer, found)
+
+    def _merged(self, chunk: ChunkKey, answers: Sequence[_Answer]) -> list[ChunkInfo]:
+        """Objects of a chunk, each once, and remembered who has exactly that one."""
+        infos: dict[ObjectKey, ChunkInfo] = {}
+        places: dict[ObjectKey, tuple[str, ...]] = {}
+        for peer, found in answers:
+            for info in found.get(chunk, ()):
+                if infos.setdefault(info.key, info) == info:
+                    places[info.key] = (*places.get(info.key, ()), peer.name)
+        for key, names in places.items():
+            self._places[key] = names
+            self._places.move_to_end(key)
+        while len(self._places) > _MOST_PLACES:
+            self._places.popitem(last=False)
+        return list(infos.values())
+
+
+async def _decoded(
+    headers: Headers, chunks: Sequence[ChunkKey], answer: messages.LookupReply
+) -> list[list[Listed]]:
+    new = sum(bool(header) for objects in answer.found for _, header, _ in objects)
+    pairs = list(zip(chunks, answer.found, strict=False))
+
+    def decode() -> list[list[Listed]]:
+        return [headers.decode(chunk, objects) for chunk, objects in pairs]
+
+    return decode() if new <= _FEW else await asyncio.to_thread(decode)
+
+
+def _remember_places(peer: Peer, objects: Sequence[Listed], asked_at: float) -> None:
+    for generation, info, offset in objects:
+        if generation:
+            peer.looked_up(info.key, Place(offset, info.nbytes, generation, asked_at))
