@@ -200,7 +200,7 @@ class ChatTemplate(Protocol):
         """
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of ``text`` as it is, nothing added."""
+        """The tokens of ``text`` as it is, nothing added; ConfigError if it is not Unicode."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, special tokens left out."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from cacheflow.types import Sampling
 
@@ -65,6 +65,15 @@ def _joined(value: object) -> object:
 _RETENTION: Final = {"30m": 1800.0, "12h": 43200.0, "24h": 86400.0}
 """Seconds; what only says that memory is enough says nothing to us."""
 
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 _PARTS_SCHEMA: Final = {
     "anyOf": [
         {"type": "string"},
@@ -118,7 +127,22 @@ class CommonFields(Asked):
     safety_identifier: str | None = Field(default=None, max_length=1024)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """Stored KV is shared only among requests of the same salt."""
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unicode(cls, value: object) -> object:
+        """JSON can write half of a surrogate pair, which nothing behind can store or send back."""
+        left = [value]
+        while left:
+            part = left.pop()
+            if isinstance(part, dict):
+                left += [*part, *part.values()]
+            elif isinstance(part, list):
+                left += [each for each in part if isinstance(each, str | dict | list)]
+            elif isinstance(part, str) and not part.isascii() and not _is_unicode(part):
+                raise ValueError("the request holds text that is not Unicode")
+        return value
 
     @property
     def sampling(self) -> Sampling | None:

@@ -27,6 +27,8 @@ __all__ = ["Gatekeeper"]
 
 _BODY_SECONDS: Final = 30.0
 """A body must have arrived by then."""
+_MORE: Final = 32
+"""Requests beside those that run or wait: more would only take memory for their bodies."""
 _OTHER: Final = "other"
 """The endpoint of a path that is none: paths of strangers must not become labels."""
 
@@ -45,6 +47,9 @@ class Gatekeeper:
         self._series = series
         self._paths = frozenset(paths)
         self._most = int(settings.max_body_bytes)
+        self._places = settings.max_running + settings.max_waiting + _MORE
+        self._inside = 0
+        """Requests whose body is in memory, or coming."""
         self._tenants = {
             _digest(key.key.get_secret_value()): key.tenant for key in settings.api_keys
         }
@@ -57,9 +62,11 @@ class Gatekeeper:
         state["request_id"] = uuid.uuid4().hex
         path = scope["path"] if scope["path"] in self._paths else _OTHER
         began = time.monotonic()
+        self._inside += 1
         try:
             await self._admit(scope, receive, _noting(state, send))
         finally:
+            self._inside -= 1
             self._series.requests.labels(path, str(state.get("status", 499))).inc()
             self._series.seconds.labels(path).observe(time.monotonic() - began)
 
@@ -67,6 +74,8 @@ class Gatekeeper:
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
             scope["state"]["tenant"] = self._tenant(scope["path"], headers)
+            if self._inside > self._places and scope["method"] == "POST":
+                raise self._too_many()
             body = await self._body(headers, receive)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
@@ -111,6 +120,12 @@ class Gatekeeper:
                         return b"".join(parts)
         except TimeoutError:
             raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+
+    def _too_many(self) -> ApiError:
+        self._series.rejected.labels("busy").inc()
+        advice = {"Retry-After": "1"}
+        text = "too many requests at once; try again in 1 s"
+        return ApiError(429, text, code="rate_limit_exceeded", headers=advice)
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -195,7 +195,7 @@ class Response(Answered):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, Any]
+    metadata: dict[str, str]
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool

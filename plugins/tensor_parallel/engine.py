@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cacheflow.abc import ClaimLayer
     from cacheflow.plugins.transformers.lanes import Lane
     from cacheflow.plugins.transformers.request import OpenRequest
+    from cacheflow.types import Sampling
 
 __all__ = ["TensorParallelEngine"]
 
@@ -183,6 +184,10 @@ class TensorParallelEngine(TransformersEngine):
         """See :meth:`TransformersEngine.reference_logits`; called on all ranks."""
         name = f"reference {list(tokens)}"
         return await self._ended(self.peers.call(name, lambda: _logits(self._model, tokens)), ())
+
+    async def first_sample(self, request_id: str, sampling: Sampling) -> int:
+        """Ranks do not draw tokens."""
+        raise ConfigError("an engine over several ranks always takes the likeliest token")
 
     async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
         """See :meth:`cacheflow.abc.Engine.decode`; called on all ranks, but the requests of one

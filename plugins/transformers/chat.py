@@ -52,6 +52,10 @@ class TemplateChat:
 
     def encode(self, text: str) -> list[int]:
         """See :meth:`cacheflow.abc.ChatTemplate.encode`."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair: JSON can write it
+            raise ConfigError(f"the text is not Unicode: {error.reason}") from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
