@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from fault_cells import FAULTS, MEDIA, SETUPS, Cell, Limits, Seen, Stage
+from fault_cells import FAULTS, MEDIA, REMOTE, SETUPS, Cell, Limits, Seen, Stage
 from rigs import model_name, model_options, opened, prompts_of, show, start
 
 from cacheflow.cli.output import progress
@@ -50,7 +50,7 @@ def few() -> Iterator[Cell]:
             yield cell
 
 
-async def stage_of(rig: Rig, tokens: int, folder: Path) -> Stage:
+async def stage_of(rig: Rig, tokens: int, folder: Path, media: Sequence[str]) -> Stage:
     """Prompts of ``tokens`` and half as many more; the link as fast as recompute."""
     suffix = 16
     (longer,) = await prompts_of(rig, [tokens + tokens // 2], suffix)
@@ -58,7 +58,9 @@ async def stage_of(rig: Rig, tokens: int, folder: Path) -> Stage:
     async with rig.restorer({}) as alone:
         seconds = (await rig.alone(alone, short, "recompute")).restored_seconds
     bandwidth = rig.nbytes(tokens) / seconds
-    stage = Stage(rig.engine, folder, short.tokens, longer.tokens, rig.costs, bandwidth)
+    stage = Stage(
+        rig.engine, folder, short.tokens, longer.tokens, rig.costs, bandwidth, media=media
+    )
     await stage.prepare()
     return stage
 
@@ -77,13 +79,16 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     cells = cells[:: options.every]
     with TemporaryDirectory() as scratch:
         async with opened(options) as rig:
-            stage = await stage_of(rig, options.tokens, Path(scratch))
-            with progress() as bar:
-                task = bar.add_task("cells", total=len(cells))
-                runs = []
-                for cell in cells:
-                    runs.append(await settle(stage, cell))
-                    bar.advance(task)
+            stage = await stage_of(rig, options.tokens, Path(scratch), options.media)
+            try:
+                with progress() as bar:
+                    task = bar.add_task("cells", total=len(cells))
+                    runs = []
+                    for cell in cells:
+                        runs.append(await settle(stage, cell))
+                        bar.advance(task)
+            finally:
+                await stage.aclose()
     return {
         "model": model_name(options),
         "tokens": options.tokens,
@@ -155,7 +160,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     model_options(parser)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--media", type=names, default=list(MEDIA))
+    remote = f"also {', '.join(REMOTE)}: another process"
+    parser.add_argument("--media", type=names, default=list(MEDIA), help=remote)
     parser.add_argument("--setups", type=names, default=list(SETUPS))
     parser.add_argument("--every", type=int, default=1, help="only every n-th cell")
     return parser.parse_args()

@@ -16,6 +16,7 @@ from cacheflow.registry import load_backend
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings, TierSettings
 from cacheflow.testing.faults import Fault, FaultKind, FaultyBackend
+from cacheflow.testing.store_process import StoreProcess
 from cacheflow.tiers import Guarded, HealthLimits
 from cacheflow.tiers.tier import Tier
 from cacheflow.types import LayersComputed
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
     from cacheflow.testing.vault import Vault
     from cacheflow.types import Event
 
-__all__ = ["FAULTS", "MEDIA", "SETUPS", "Cell", "Limits", "Seen", "Stage"]
+__all__ = ["FAULTS", "MEDIA", "REMOTE", "SETUPS", "Cell", "Limits", "Seen", "Stage"]
 
 MEDIA: Final = ("dram", "nvme", "object-store", "throttled")
+REMOTE: Final = ("pool",)
+"""Media that are another process: only those who ask for them get them."""
 SETUPS: Final = ("alone", "first", "second", "both")
 """The sick tier alone; before a good one; behind a good one that has half; two sick ones."""
 _ANYWHERE: Final = tuple(
@@ -113,6 +116,7 @@ class Stage:
         compute: ComputeModel,
         bandwidth: float,
         staging: int = 64 << 20,
+        media: Sequence[str] = MEDIA,
     ) -> None:
         self.engine = engine
         self.prompt = list(prompt)
@@ -121,6 +125,8 @@ class Stage:
         self._compute = compute
         self._bandwidth = bandwidth
         self._staging = staging
+        self._media = media
+        self._store: StoreProcess | None = None
         self._stores = 0
         self._computed = 0.0
         """Seconds of compute since a request was begun."""
@@ -132,7 +138,7 @@ class Stage:
     async def prepare(self) -> None:
         """Compute everything once, without any store; open every medium once: what they keep for
         the life of the process is there from then on."""
-        for medium in MEDIA:
+        for medium in self._media:
             await (await self._open(medium)).aclose()
         from cacheflow.testing.vault import Vault
 
@@ -149,6 +155,11 @@ class Stage:
         async with opened as flow:
             for prompt in (self.prompt, self.longer):
                 self._cold[len(prompt)] = await _ask(flow, "cold", prompt, Generation())
+
+    async def aclose(self) -> None:
+        """End the store process, if there is one."""
+        if self._store is not None:
+            await asyncio.to_thread(self._store.kill)
 
     async def run(self, cell: Cell) -> Seen:
         """Healthy, sick, and well again; nothing may be left at the end."""
@@ -280,6 +291,8 @@ class Stage:
         return tiers
 
     async def _open(self, medium: str) -> StorageBackend:
+        if medium == "pool":
+            return await self._open_pool()
         self._stores += 1
         folder = self._folder / str(self._stores)
         nvme = {"path": str(folder), "fsync": False}
@@ -293,6 +306,16 @@ class Stage:
             await asyncio.to_thread(folder.mkdir)
         kind = await asyncio.to_thread(load_backend, medium)
         return await kind.open(options[medium])
+
+    async def _open_pool(self) -> StorageBackend:
+        """An empty store in another process: the same one for all cells, over tcp."""
+        if self._store is None:
+            store = StoreProcess(self._folder / "store.log", arena="256MiB")
+            self._store = await asyncio.to_thread(store.start)
+        kind = await asyncio.to_thread(load_backend, "pool")
+        pool = await kind.open({"peers": [self._store.address], "transports": ["tcp"]})
+        await pool.delete([info.key async for info in pool.scan()])
+        return pool
 
     # -- what is left --------------------------------------------------------------------------
 

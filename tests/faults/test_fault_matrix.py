@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import bench_faults as bench
 import pytest
-from fault_cells import MEDIA, SETUPS, Limits, Stage
+from fault_cells import MEDIA, REMOTE, SETUPS, Cell, Limits, Stage
 
 from cacheflow.costs import ComputeModel
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 EVERY: Final = 10
@@ -27,6 +28,17 @@ async def test_requests_complete_whatever_storage_does(
     model_folder: Path, tmp_path: Path, setup: str
 ) -> None:
     """Tokens of a cold run, in time, nothing left behind, and a tier that is taken back."""
+    cells = list(bench.matrix(MEDIA, [setup]))[SETUPS.index(setup) :: EVERY]
+    await run_cells(cells, model_folder, tmp_path)
+
+
+@pytest.mark.allow_blocking  # the matrix looks at open files itself
+async def test_requests_complete_whatever_a_pool_does(model_folder: Path, tmp_path: Path) -> None:
+    """The same of a store in another process, which answers over tcp."""
+    await run_cells(list(bench.matrix(REMOTE, SETUPS))[::EVERY], model_folder, tmp_path)
+
+
+async def run_cells(cells: Sequence[Cell], model_folder: Path, tmp_path: Path) -> None:
     engine = await TransformersEngine.open_model(
         model_folder,
         dtype="float32",
@@ -34,13 +46,13 @@ async def test_requests_complete_whatever_storage_does(
         chunk_tokens=16,
         kv_bytes=1 << 28,
     )
+    chance = random.Random(8)
+    tokens = [chance.randrange(320) for _ in range(450)]
+    compute = ComputeModel(*engine.layer_flops)
+    media = sorted({cell.medium for cell in cells} | {"dram"})
+    stage = Stage(engine, tmp_path, tokens[:300], tokens, compute, 20e6, 8 << 20, media)
     try:
-        chance = random.Random(8)
-        tokens = [chance.randrange(320) for _ in range(450)]
-        compute = ComputeModel(*engine.layer_flops)
-        stage = Stage(engine, tmp_path, tokens[:300], tokens, compute, 20e6, 8 << 20)
         await stage.prepare()
-        cells = list(bench.matrix(MEDIA, [setup]))[SETUPS.index(setup) :: EVERY]
         strikes = 0  # in all: beside a good tier the sick one may not even be asked
         for cell in cells:
             seen = (await bench.settle(stage, cell, LIMITS))[-1]
@@ -49,4 +61,5 @@ async def test_requests_complete_whatever_storage_does(
             strikes += seen.strikes
         assert strikes > 0
     finally:
+        await stage.aclose()
         await engine.aclose()
