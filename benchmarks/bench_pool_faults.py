@@ -6,6 +6,7 @@ has to complete with the tokens of a cold run, no load may fail its checksum, an
 the store has to be used again by itself.
 
     make bench-pool-faults
+    UCX_TLS=all make bench-pool-faults ARGS="--transport nixl"
 """
 
 from __future__ import annotations
@@ -82,11 +83,17 @@ class Watch:
 
 
 class Campaign:
-    """``restores`` in all, spread over the faults; prompts have ``tokens`` each."""
+    """``restores`` in all, spread over the faults; prompts have ``tokens`` each.
 
-    def __init__(self, engine: Engine, folder: Path, restores: int, tokens: int) -> None:
+    Over transport ``nixl`` bytes go round the proxy: of what is cut, only the side channel is.
+    """
+
+    def __init__(
+        self, engine: Engine, folder: Path, restores: int, tokens: int, transport: str = "tcp"
+    ) -> None:
         self._engine = engine
         self._folder = folder
+        self._transport = transport
         self._each = max(1, restores // (2 * len(FAULTS)))
         chance = random.Random(restores)
         self._prompts = [[chance.randrange(300) for _ in range(tokens)] for _ in range(3)]
@@ -103,6 +110,7 @@ class Campaign:
             host=_BEHIND,
             token=_TOKEN,
             spill=self._folder / "spill",
+            transports=json.dumps([self._transport]),
         )
         ports = [int(str(store.options[name])) for name in ("port", "data_port")]
         with ExitStack() as stack:
@@ -120,7 +128,7 @@ class Campaign:
     def _settings(self, port: int, token: Path) -> Settings:
         options = {
             "peers": [f"127.0.0.1:{port}"],
-            "transports": ["tcp"],
+            "transports": [self._transport],
             "token_file": str(token),
             "request_seconds": 0.3,
             "transfer_seconds": 1.0,
@@ -234,7 +242,9 @@ async def main(options: argparse.Namespace) -> list[Phase]:
     """The campaign on a model of the rig."""
     async with opened(options) as rig:
         with tempfile.TemporaryDirectory() as folder:
-            campaign = Campaign(rig.engine, Path(folder), options.restores, options.tokens)
+            campaign = Campaign(
+                rig.engine, Path(folder), options.restores, options.tokens, options.transport
+            )
             return await campaign.run()
 
 
@@ -243,6 +253,7 @@ if __name__ == "__main__":
     model_options(parser)
     parser.add_argument("--restores", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--transport", default="tcp", help="nixl: with UCX_TLS set, or on RDMA")
     arguments = parser.parse_args()
     logging.getLogger("cacheflow").setLevel(logging.ERROR)
     found = uvloop.run(main(arguments))
