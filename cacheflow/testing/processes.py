@@ -13,6 +13,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -116,6 +117,12 @@ class Ranks:
     def kill(self, rank: int) -> None:
         """SIGKILL: the process ends without a word."""
         self._members[rank].process.kill()
+
+    def freeze(self, rank: int) -> None:
+        """SIGSTOP: the process stands still, its connections stay open."""
+        pid = self._members[rank].process.pid
+        assert pid is not None, "it was started"
+        os.kill(pid, signal.SIGSTOP)
 
     def wait_for(self, rank: int, word: str) -> Any:
         """Block until ``rank`` says ``word``: the value it gave. What it said before is dropped.

@@ -17,7 +17,7 @@ from cacheflow.abc import StorageBackend
 from cacheflow.errors import ConfigError, IntegrityError
 from cacheflow.kv import Stamp, seal, verify
 from cacheflow.memory import buffer_from
-from cacheflow.types import Codec, TransferResult, TransferStatus, Write
+from cacheflow.types import Codec, ObjectKind, TransferResult, TransferStatus, Write
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -89,7 +89,7 @@ class Encoded(StorageBackend):
             canonical=old.canonical,
             stamp=replace(self._stamp, model_id=old.model_id, tenant_id=old.tenant_id),
             lossy=old.lossy,
-            codec=self._codec if old.layout_id == "canonical" else Codec.RAW,
+            codec=self._codec_of(old),
             checksum_kind=old.checksum_kind,
             layout_id=old.layout_id,
         )
@@ -97,6 +97,12 @@ class Encoded(StorageBackend):
         # The caller's memory can be written again once the store has ended: it asks this hold.
         hold = write.parts[-1].hold
         return Write(info, (buffer_from(header, hold), buffer_from(stored, hold)))
+
+    def _codec_of(self, info: ChunkInfo) -> Codec:
+        """Not what only an engine understands; and nothing may be lost of what recompute begins
+        with, which would be of no use then."""
+        exact = info.key.kind is ObjectKind.HIDDEN and self._codec.is_lossy
+        return self._codec if info.layout_id == "canonical" and not exact else Codec.RAW
 
     # -- as inner has it -----------------------------------------------------------------------
 

@@ -254,13 +254,13 @@ def test_random_losses_are_bit_exact(folder: Path) -> None:
     assert any(turn["failed"] for turns in ranks for turn in turns)
 
 
-async def wait_to_be_killed(seat: Seat, folder: str, when: str) -> dict[str, Any]:
+async def wait_to_be_killed(seat: Seat, folder: str, when: str, deadline: float) -> dict[str, Any]:
     """A turn that stops in the middle, until a rank dies; what every other rank then says."""
     import time
 
     from cacheflow.errors import PeerError
 
-    async with running(seat, folder, deadline=20.0) as rank:
+    async with running(seat, folder, deadline) as rank:
         await rank.turn(save=True)
         stored = dict(rank.store.objects)
 
@@ -296,25 +296,32 @@ async def wait_to_be_killed(seat: Seat, folder: str, when: str) -> dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("stages", "victim", "when"), [(2, 1, "loading"), (4, 1, "agreeing"), (4, 3, "loading")]
+    ("stages", "victim", "when", "frozen"),
+    [
+        (2, 1, "loading", False),
+        (4, 1, "agreeing", False),
+        (4, 3, "loading", False),
+        (2, 0, "loading", True),
+    ],
 )
 def test_a_killed_rank_is_an_error_everywhere(
-    folder: Path, stages: int, victim: int, when: str
+    folder: Path, stages: int, victim: int, when: str, *, frozen: bool
 ) -> None:
-    """kill -9 of one rank, in the middle of loads or before stages agree: every other rank raises
-    an error that names it, within the deadline, then again at once; no hang, nothing left behind,
-    the stores as they were."""
-    with Ranks(stages, wait_to_be_killed, str(folder), when, deadline=60.0) as ranks:
+    """kill -9 of one rank, in the middle of loads or before stages agree, or one that stands still:
+    every other rank raises an error that names it, within the deadline, then again at once; no
+    hang, nothing left behind, the stores as they were."""
+    deadline = 6.0 if frozen else 20.0
+    with Ranks(stages, wait_to_be_killed, str(folder), when, deadline, deadline=90.0) as ranks:
         for rank in range(stages):
             ranks.wait_for(rank, "busy")
-        ranks.kill(victim)
+        (ranks.freeze if frozen else ranks.kill)(victim)
         if when == "agreeing":
             ranks.tell(0, "go on")
         for rank in set(range(stages)) - {victim}:
             found = ranks.result(rank)
             assert f"rank {victim} is gone" in found["error"], (rank, found)
             assert f"rank {victim} is gone" in found["again"], (rank, found)
-            assert found["seconds"] < 20.0, (rank, found)
+            assert found["seconds"] < 1.5 * deadline, (rank, found)
             assert found["intact"]
             assert found["left"] == []
             assert found["staged"] == 0
