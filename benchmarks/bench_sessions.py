@@ -1,9 +1,10 @@
 """Sessions at the same time: turns, cancellations, disconnects, forks, pauses, for a while.
 
-Sixty-four sessions of four tenants on a small random model (float32), over memory for a part of
-them and a store in memory for the rest. Every token of every turn, of those that were cancelled
-half way too, is compared with a cold run of its prompt in an engine of its own, so that no session
-can say what another one should. At the end nothing is left: no page, no staging memory, no task.
+Sixty-four sessions of four tenants on a small random model (float32), with KV memory for a part of
+them and a tier in memory, over its cap, for the rest. Every token of every turn, also of those that
+were cancelled half way, is compared with a cold run of its prompt in an engine of its own, so that
+no session can say what another one should. At the end nothing is left: no page, no staging memory,
+no task.
 
     make bench-sessions ARGS="--seconds 600"
 """
@@ -31,7 +32,6 @@ from cacheflow.errors import CapacityError
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings
-from cacheflow.testing.storage import MemoryBackend
 from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ MOST_TOKENS: Final = 700
 MOST_NEW: Final = 12
 KV_BYTES: Final = 12 << 20
 """Room for some two dozen long histories."""
+TIER_BYTES: Final = 64 << 20
+"""Fills up within a minute; then chunks are evicted."""
 RSS_SLACK: Final = 48 << 20
 """What torch and the allocator may still take in the second half."""
 
@@ -248,9 +250,9 @@ async def load(seconds: float, folder: Path, sessions: int, seed: int) -> dict[s
     wrong: list[str] = []
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.aclose)
-        settings = Settings(staging_bytes=1 << 22, keep_costs=False)
-        opening = CacheFlow.open(settings, engine=engine, backends={"s": MemoryBackend()})
-        async with opening as flow:
+        tier = {"name": "dram", "backend": "dram", "capacity_bytes": TIER_BYTES}
+        settings = Settings(tiers=[tier], staging_bytes=1 << 22, keep_costs=False)
+        async with CacheFlow.open(settings, engine=engine) as flow:
             work = Load(flow, seed)
             await work.run(seconds, sessions)
             rows = flow.decoding.rows / max(flow.decoding.steps, 1)
