@@ -127,7 +127,8 @@ class Conversation:
         Raises:
             ConfigError: the prompt is empty, too long for the model, or holds an impossible token,
                 or an argument cannot be used.
-            CapacityError: the engine has no KV memory left, and no idle session could make room.
+            CapacityError: the prompt does not fit into the engine's KV memory although no other
+                session holds any. While others do, it waits for them.
             ClosedError: the session is closed, or was forgotten or closed meanwhile.
         """
         arrival, report = self._flow.clock.now(), report if report is not None else Generation()
@@ -210,6 +211,7 @@ class Conversation:
                 yield
         finally:
             self._asking -= 1
+            self._flow.room.changed()
 
     def _overtake(self, ask: Ask) -> None:
         """A turn or prefetch is about to wait for the session."""

@@ -88,6 +88,7 @@ class CacheFlow:
             await stack.enter_async_context(flow._background.running())
             await stack.enter_async_context(flow.decoding.running())
             stack.push_async_callback(flow.forget)
+            stack.callback(flow.room.close)
             stack.push_async_callback(flow.flush, settings.flush_seconds)
             yield flow
 
@@ -205,6 +206,7 @@ class CacheFlow:
     def changed(self, session: Session) -> None:
         """The session holds KV memory now, or holds none any more."""
         (self._resident.add if session.requests else self._resident.discard)(session)
+        self.room.changed()
 
     def touched(self, session: Session) -> None:
         """The session was used."""

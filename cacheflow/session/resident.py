@@ -56,6 +56,11 @@ class Resident:
         """All that is open for it in the engine."""
         return [each for each in (self.request, self._former) if each is not None]
 
+    @property
+    def is_contended(self) -> bool:
+        """Whether memory that there is none of is held by others, or waited for."""
+        return self._flow.room.is_contended(self._owner)
+
     def known_keys(self, prompt: Sequence[int]) -> Sequence[ChunkKey]:
         """Keys of leading chunks of ``prompt``."""
         size = self._flow.engine.layout.chunk_tokens
@@ -75,13 +80,23 @@ class Resident:
         goes_on = same == len(self.tokens) or len(prompt) - kept <= kept
         self._rest_keys = keys
         if kept and goes_on and not self._is_part:
-            await self.cut(kept)
-            request = self.opened()
-            await self.with_room(lambda: self._flow.engine.extend(request, prompt[kept:]))
-            self._rest = prompt[kept:]
-            return kept
+            try:
+                await self._go_on(prompt, kept)
+            except CapacityError:
+                if not self.is_contended:
+                    raise
+                await self.drop()  # what is held while waiting could be what others wait for
+                same = 0
+            else:
+                return kept
         await self._begin(prompt, same)
         return 0
+
+    async def _go_on(self, prompt: Sequence[int], kept: int) -> None:
+        await self.cut(kept)
+        request = self.opened()
+        await self.with_room(lambda: self._flow.engine.extend(request, prompt[kept:]))
+        self._rest = prompt[kept:]
 
     async def cut(self, tokens: int, patience: float = 0.0) -> None:
         """Forget all but the first ``tokens`` tokens; ``patience``: see :meth:`Saver.release`."""
@@ -101,7 +116,7 @@ class Resident:
 
     async def _begin(self, prompt: Sequence[int], same: int) -> None:
         """A new request. The old one stays until whole tiles of it are shared, if there are any."""
-        if same < self._flow.engine.grid.tile(0).stop:
+        if same < self._flow.engine.grid.tile(0).stop or self._flow.room.is_crowded:
             await self.drop()
         self._former, self.request = self.request, self._flow.new_request(self._owner.id)
         self._rest = prompt
@@ -119,7 +134,7 @@ class Resident:
                 await self._end([former])
                 await self._flow.engine.open(request, prompt)
 
-        await self.with_room(open_it)
+        await self._flow.room.wait_for(open_it, self._owner)
         if self.request != request:
             await self._flow.engine.close(request)
         self._check(request)
@@ -186,8 +201,9 @@ class Resident:
         self.tokens, self.keys, self._rest = [], (), ()
         self._salvaged, self._is_part = 0, False
         if requests:
-            self._flow.changed(self._owner)
-            await self._end(requests, patience)
+            with self._flow.room.giving_back():
+                self._flow.changed(self._owner)
+                await self._end(requests, patience)
 
     async def adopt(self, source: Resident) -> None:
         """Hold what ``source`` holds as well, sharing its whole pages."""
@@ -213,10 +229,11 @@ class Resident:
     async def _end(self, requests: Sequence[str], patience: float = 0.0) -> None:
         for request in requests:
             self._flow.restorer.withdraw(request)
-        try:
-            await self._flow.saver.release(requests, patience)
-        finally:
-            await to_the_end(asyncio.ensure_future(self._close(requests)))
+        with self._flow.room.giving_back():
+            try:
+                await self._flow.saver.release(requests, patience)
+            finally:
+                await to_the_end(asyncio.ensure_future(self._close(requests)))
 
     async def _close(self, requests: Sequence[str]) -> None:
         for request in requests:

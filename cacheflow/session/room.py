@@ -1,13 +1,20 @@
-"""Making room in the engine's KV memory: idle sessions are forgotten, the least wanted first."""
+"""Room in the engine's KV memory: idle sessions are forgotten for it, busy ones waited for.
+
+Nobody waits while holding any: who has to wait gives up what it has first, so that those that do
+hold memory come to their end.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from cacheflow.errors import CapacityError
+from cacheflow.errors import CapacityError, ClosedError
+from cacheflow.restore.tasks import Pulse
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Iterator
 
     from cacheflow.session.session import Session
 
@@ -17,12 +24,49 @@ T = TypeVar("T")
 
 
 class Room:
-    """``resident``: the sessions that hold KV memory, kept up to date by its owner."""
+    """``resident``: the sessions that hold KV memory, or wait for some, kept by its owner."""
 
     def __init__(self, resident: Collection[Session]) -> None:
         self._resident = resident
         self.made = 0
         """Sessions that were forgotten to make room."""
+        self.waited = 0
+        """Turns that had to wait for busy sessions."""
+        self._door = asyncio.Lock()
+        """Held by whoever is next; first come, first served."""
+        self._waiting: set[Session] = set()
+        self._leaving = 0
+        """Sessions that are giving memory back."""
+        self._pulse = Pulse()
+        self._closed = False
+
+    def changed(self) -> None:
+        """A session became idle, or holds less memory than before."""
+        self._pulse.beat()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._closed = True
+        self._pulse.beat()
+
+    @contextmanager
+    def giving_back(self) -> Iterator[None]:
+        """Memory comes free by the end of this."""
+        self._leaving += 1
+        try:
+            yield
+        finally:
+            self._leaving -= 1
+            self._pulse.beat()
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether somebody waits, or is just being let in."""
+        return self._door.locked()
+
+    def is_contended(self, asking: Session) -> bool:
+        """Whether ``asking`` would find room if it gave up what it has and waited."""
+        return self.is_crowded or self._is_held(asking)
 
     async def to(self, work: Callable[[], Awaitable[T]], asking: Session) -> T:
         """The result of ``work``, tried again as long as idle sessions other than ``asking`` can be
@@ -41,3 +85,36 @@ class Room:
                     raise
                 await min(idle, key=lambda session: session.wanted).make_way()
                 self.made += 1
+
+    async def wait_for(self, work: Callable[[], Awaitable[T]], asking: Session) -> T:
+        """The same for one that holds nothing: until others have ended, in the order of arrival.
+
+        Raises:
+            CapacityError: there is no room although nobody else holds any.
+            ClosedError: CacheFlow is closing.
+        """
+        self._waiting.add(asking)
+        try:
+            async with self._door:
+                waits = False
+                while True:
+                    try:
+                        return await self.to(work, asking)
+                    except CapacityError:
+                        if self._closed:
+                            raise ClosedError(
+                                "CacheFlow was closed: no KV memory came free"
+                            ) from None
+                        if not self._is_held(asking):
+                            raise
+                    self.waited += not waits
+                    waits = True
+                    await self._pulse.next()
+        finally:
+            self._waiting.discard(asking)
+            self._pulse.beat()
+
+    def _is_held(self, asking: Session) -> bool:
+        """Whether anybody else holds memory; who waits for some holds none."""
+        others = (s is not asking and s not in self._waiting for s in self._resident)
+        return self._leaving > 0 or any(others)

@@ -67,14 +67,19 @@ class Turn:
 
     async def restore(self) -> None:
         """Have the whole prompt in the engine."""
+        self._asked, self._report.restoration = await self._fetch(self._ask.tokens)
+        layers = self._flow.engine.layout.num_layers
+        self._report.usage.restored(self._asked.resident, self._report.restoration, layers)
+        self.restored = True
+
+    async def _fetch(self, tokens: Sequence[int]) -> tuple[RestoreRequest, Restoration]:
         flow, kv, ask = self._flow, self._kv, self._ask
-        known = kv.known_keys(ask.tokens)
-        keys = await flow.keys_in_pieces(self._tenant.root, ask.tokens, known)
-        resident = await kv.take(ask.tokens, keys)
+        keys = await flow.keys_in_pieces(self._tenant.root, tokens, kv.known_keys(tokens))
+        resident = await kv.take(tokens, keys)
         self._request = kv.opened()
         request = RestoreRequest(
             self._request,
-            ask.tokens,
+            tokens,
             keys,
             ask.arrival,
             resident,
@@ -86,10 +91,8 @@ class Turn:
         if restoration.prefix_tokens:
             span = Span(0, restoration.prefix_tokens)
             flow.engine.set_segments(request.id, span, restoration.segments)
-        self._report.restoration = restoration
-        self._report.usage.restored(resident, restoration, flow.engine.layout.num_layers)
         await kv.restored(request)
-        self._asked, self.restored = request, True
+        return request, restoration
 
     def hurry(self, priority: int) -> None:
         """Somebody more urgent waits for the restore."""
@@ -128,10 +131,24 @@ class Turn:
         request = self._current()
         self._kv.appends(token)
         sampling, decoding = self._ask.sampling, self._flow.decoding
-        made = await self._kv.with_room(lambda: decoding.next(request, token, sampling))
+        try:
+            made = await self._kv.with_room(lambda: decoding.next(request, token, sampling))
+        except CapacityError:
+            if not self._kv.is_contended:
+                raise
+            return await self._come_back(token)
         self._current()
         self._kv.appended()
         return made
+
+    async def _come_back(self, token: int) -> int:
+        """There is no memory for ``token``: give up all, and restore it when others have ended."""
+        tokens = [*self._kv.tokens, token]
+        await self.save()
+        await self._kv.drop()
+        self._request = None
+        asked, _ = await self._fetch(tokens)
+        return await self._first(asked.id)
 
     async def save(self) -> None:
         """Have the whole chunks of what is in memory stored, behind the session."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cacheflow.errors import CapacityError
-from tests.unit.session.conftest import prompt_of
+from cacheflow.errors import CapacityError, ClosedError
+from tests.unit.session.conftest import cold, prompt_of
 
 if TYPE_CHECKING:
     from tests.unit.session.conftest import Opened
@@ -60,8 +60,9 @@ async def test_advice_expires(opened: Opened) -> None:
         assert (kept.resident_tokens > 0, gone.resident_tokens) == (True, 0)
 
 
-async def test_busy_sessions_keep_what_they_have(opened: Opened) -> None:
-    """While all memory is held by turns under way a newcomer is refused, and they end well."""
+async def test_a_newcomer_waits_for_busy_sessions(opened: Opened) -> None:
+    """While all memory is held by turns under way a newcomer waits, and they keep what they have;
+    those that come after it wait behind it."""
     async with opened(kv_tokens=2 * 64) as play:
         streams = [
             play.flow.session(f"s{i}").generate(prompt_of(40, i), max_new_tokens=5)
@@ -69,11 +70,85 @@ async def test_busy_sessions_keep_what_they_have(opened: Opened) -> None:
         ]
         for stream in streams:
             await anext(stream)
-        with pytest.raises(CapacityError):
-            await play.ask(play.flow.session("new"), prompt_of(40, 5))
+        order: list[int] = []
+
+        async def come(number: int) -> None:
+            stream = play.flow.session(f"new{number}").generate(prompt_of(40, 5), max_new_tokens=3)
+            made = [await anext(stream)]
+            order.append(number)
+            assert [*made, *[t async for t in stream]] == cold(prompt_of(40, 5), 3)
+
+        comers = []
+        for number in range(3):
+            comers.append(asyncio.create_task(come(number)))
+            await asyncio.sleep(0.01)
+        assert order == []
         for stream in streams:
             assert len([token async for token in stream]) == 4
-        await play.ask(play.flow.session("new"), prompt_of(40, 5))
+        await asyncio.gather(*comers)
+        assert order == [0, 1, 2]
+        assert play.flow.room.waited >= 1
+
+
+async def test_turns_that_grow_together_give_way_and_come_back(opened: Opened) -> None:
+    """Several turns that are more than there is memory for as they grow: each comes to its end,
+    with the tokens of a cold run, though some have to be restored in between."""
+    async with opened(kv_tokens=5 * 64) as play:
+        async with asyncio.timeout(20):
+            await asyncio.gather(
+                *(play.ask(play.flow.session(f"s{i}"), prompt_of(50, i), 40) for i in range(5))
+            )
+        assert play.flow.room.waited > 0
+
+
+async def test_a_history_that_grows_gives_way_and_comes_back(opened: Opened) -> None:
+    """A resident session whose new message finds no room waits without what it held."""
+    async with opened(kv_tokens=4 * 64) as play:
+        session = play.flow.session("s")
+        await play.ask(session, prompt_of(50, 1))
+        stream = play.flow.session("busy").generate(prompt_of(50, 2), max_new_tokens=3)
+        await anext(stream)
+        history = [*session.tokens, *prompt_of(100, 3)]
+        turn = asyncio.create_task(play.ask(session, history))
+        await asyncio.sleep(0.01)
+        assert session.resident_tokens == 0
+        assert len([token async for token in stream]) == 2
+        report = await turn
+        assert report.cached_tokens == 48
+
+
+async def test_what_never_fits_is_refused(opened: Opened) -> None:
+    """... once nobody else holds any memory, and what waits behind it goes on."""
+    async with opened(kv_tokens=2 * 64) as play:
+        stream: Any = play.flow.session("busy").generate(prompt_of(50, 2), max_new_tokens=3)
+        await anext(stream)
+        large = asyncio.create_task(play.ask(play.flow.session("large"), prompt_of(200)))
+        await asyncio.sleep(0.01)
+        small = asyncio.create_task(play.ask(play.flow.session("small"), prompt_of(20)))
+        await asyncio.sleep(0.01)
+        assert not large.done()
+        await stream.aclose()
+        with pytest.raises(CapacityError):
+            await large
+        await small
+
+
+async def test_closing_ends_the_waiting(opened: Opened) -> None:
+    """A turn that waits for memory while CacheFlow is closed is told so; so is one it waits for."""
+    async with opened(kv_tokens=64) as play:
+        stream = play.flow.session("busy").generate(prompt_of(50, 2), max_new_tokens=30)
+        await anext(stream)
+        waits = asyncio.create_task(play.ask(play.flow.session("s"), prompt_of(50)))
+        cancelled = asyncio.create_task(play.ask(play.flow.session("t"), prompt_of(50)))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert not waits.done()
+    with pytest.raises(ClosedError):
+        await waits
+    with pytest.raises(ClosedError):
+        await anext(stream)
 
 
 async def test_a_decode_step_makes_room_too(opened: Opened) -> None:
