@@ -22,10 +22,12 @@ from cacheflow.errors import CacheFlowError, ConfigError
 from cacheflow.registry import (
     BACKEND_GROUP,
     ENGINE_GROUP,
+    SERVER_GROUP,
     TRANSPORT_GROUP,
     available,
     load_backend,
     load_engine,
+    load_server,
     load_transport,
 )
 from cacheflow.settings import Settings
@@ -75,6 +77,7 @@ def checks(folder: Path) -> list[tuple[str, Callable[[], list[Check]]]]:
         ("storage backends", lambda: _registered(BACKEND_GROUP, "backend", load_backend)),
         ("transports", _transports),
         ("engines", lambda: _registered(ENGINE_GROUP, "engine", load_engine)),
+        ("servers", lambda: _registered(SERVER_GROUP, "server", load_server)),
         ("pools", _pools),
         ("memory", _memory),
         (f"disk at {folder}", lambda: _disk(folder)),

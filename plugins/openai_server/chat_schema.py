@@ -82,6 +82,8 @@ class ChatTool(Asked):
 
     type: Literal["function"]
     function: FunctionSpec
+    cache_control: dict[str, Any] | None = None
+    """Accepted as from clients made for Anthropic's API; nothing needs to be marked here."""
 
 
 class NamedFunction(Asked):

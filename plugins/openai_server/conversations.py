@@ -96,8 +96,7 @@ class Conversations:
 
     def _choose(self, scope: Scope, prompt: bytes) -> tuple[Conversation, History | None, int]:
         known = self._scopes.get(scope, [])
-        idle = [(self._common(c, prompt), c) for c in known if not c.busy]
-        common, best = max(idle, key=lambda pair: (pair[0], pair[1].last_used), default=(0, None))
+        best, common = _best([c for c in known if not c.busy], prompt)
         full = scope.key is not None and len(known) >= self.branches
         compared = best.history if best else None
         if best is not None and (full or _goes_on(best, common)):
@@ -105,11 +104,6 @@ class Conversations:
         made = Conversation(f"{scope.key or 'anonymous'}#{next(self._turn)}", scope)
         self._scopes.setdefault(scope, []).append(made)
         return made, compared if scope.key else None, common
-
-    @staticmethod
-    def _common(conversation: Conversation, prompt: bytes) -> int:
-        history = conversation.history
-        return common_tokens(history.tokens, prompt) if history else 0
 
     def _session(self, conversation: Conversation) -> Session:
         return self.flow.session(conversation.name, tenant=conversation.scope.tenant)
@@ -131,6 +125,19 @@ class Conversations:
 
     def _all(self) -> list[Conversation]:
         return [c for known in self._scopes.values() for c in known]
+
+
+def _best(idle: list[Conversation], prompt: bytes) -> tuple[Conversation | None, int]:
+    """The conversation that has most of ``prompt``, and how many tokens of it."""
+    best, most = None, -1
+    for conversation in sorted(idle, key=lambda c: c.last_used, reverse=True):
+        history = conversation.history
+        common = common_tokens(history.tokens, prompt) if history else 0
+        if common > most:
+            best, most = conversation, common
+        if history and common >= history.held_tokens - 1:
+            break  # its next turn: the others need not be compared
+    return best, max(most, 0)
 
 
 def _goes_on(conversation: Conversation, common: int) -> bool:

@@ -38,7 +38,7 @@ def plain_tools(tools: Sequence[ChatTool] | None) -> list[dict[str, Any]] | None
     """``tools`` as dictionaries; None where there are none."""
     if not tools:
         return None
-    return [tool.model_dump(exclude_none=True) for tool in tools]
+    return [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
 
 
 def _plain(message: Message) -> Rendered:

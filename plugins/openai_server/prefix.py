@@ -71,10 +71,10 @@ def packed(tokens: Sequence[int]) -> bytes:
 def common_tokens(one: bytes, other: bytes) -> int:
     """How many leading tokens two packed sequences share."""
     low, high = 0, min(len(one), len(other)) // _WIDTH
-    a, b = memoryview(one), memoryview(other)
-    while low < high:  # everything below `low` is equal
+    while low < high:  # everything below `low` is equal; copies of bytes, compared by memcmp
         middle = (low + high + 1) // 2
-        if a[low * _WIDTH : middle * _WIDTH] == b[low * _WIDTH : middle * _WIDTH]:
+        part = slice(low * _WIDTH, middle * _WIDTH)
+        if one[part] == other[part]:
             low = middle
         else:
             high = middle - 1

@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 __all__ = ["TemplateChat", "chat_of"]
 
 
-def chat_of(tokenizer: Any) -> TemplateChat | None:
+def chat_of(tokenizer: Any, model: Any = None) -> TemplateChat | None:
     """How the model with this tokenizer reads messages; None if it says nothing about that."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    return TemplateChat(tokenizer)
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return TemplateChat(tokenizer, ends if isinstance(ends, list) else [ends])
 
 
 class TemplateChat:
     """Implements :class:`cacheflow.abc.ChatTemplate`."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, ends: Sequence[int | None] = ()) -> None:
         self.tokenizer = tokenizer
-        self.stop_tokens = frozenset({tokenizer.eos_token_id} - {None})
+        self.stop_tokens = frozenset({tokenizer.eos_token_id, *ends} - {None})
+        """The tokenizer's, and those that the model's generation config adds (end of a turn)."""
 
     def render(
         self,

@@ -76,7 +76,7 @@ class TransformersEngine:
         self.max_tokens = int(model.config.max_position_embeddings)
         self.claim_ahead = streams.ahead
         self.tokenizer = tokenizer
-        self.chat = chat_of(tokenizer)
+        self.chat = chat_of(tokenizer, model)
         self.decodes_together = layout.dtype != "float32"
         """Whether one matrix product serves all rows of a decode step: it rounds otherwise than
         that of a row alone, and float32 promises the tokens of a row alone."""

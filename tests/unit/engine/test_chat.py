@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,24 @@ def test_what_the_template_refuses(messages: list[dict[str, object]]) -> None:
             chat.render(messages)
     else:
         assert chat.render(messages)
+
+
+def test_a_model_may_end_its_turns_otherwise() -> None:
+    """What its generation config calls an end is one, beside the tokenizer's."""
+    end = WORDS.index("[end]")
+    for ends, expected in (([7, 9], {end, 7, 9}), (7, {end, 7}), (None, {end})):
+        model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends))
+        chat = chat_of(tokenizer(), model)
+        assert chat is not None
+        assert chat.stop_tokens == expected
+
+
+def test_text_that_is_not_unicode() -> None:
+    """Half of a surrogate pair, which JSON can write, is refused before the tokenizer sees it."""
+    chat = chat_of(tokenizer())
+    assert chat is not None
+    with pytest.raises(ConfigError, match="not Unicode"):
+        chat.render([{"role": "user", "content": "\ud800"}])
 
 
 def test_a_model_without_a_template() -> None:
