@@ -57,7 +57,7 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
         port = stack.enter_context(running_reference(SIZE))
         backend = await PoolBackend.open({"peers": [store.address], "transports": ["tcp"]})
         try:
-            infos = [await _store(backend, number) for number in range(OBJECTS)]
+            infos = [await store_object(backend, number) for number in range(OBJECTS)]
             rows = await _rounds(backend, infos, port, options)
             idle = await _idle(store.pid, options.idle)
             questions = await _questions(backend, infos, options.rounds)
@@ -66,7 +66,8 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
     return {"throughput": rows, "idle_cores": idle, "questions_ms": questions}
 
 
-async def _store(backend: PoolBackend, number: int) -> ChunkInfo:
+async def store_object(backend: PoolBackend, number: int) -> ChunkInfo:
+    """One object of ``LAYOUT``, random bytes."""
     chance = random.Random(number)
     payload = bytearray(chance.randbytes(LAYOUT.payload_bytes()))
     key = ObjectKey(ChunkKey(chance.randbytes(32)), Span(0, 8), Span(0, 8))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-__all__ = ["StoreProcess", "content"]
+__all__ = ["BareStore", "content"]
 
 
 def content(nbytes: int) -> bytes:
@@ -30,7 +30,7 @@ def content(nbytes: int) -> bytes:
     )[:nbytes]
 
 
-class StoreProcess:
+class BareStore:
     """A running store; ``answer`` is its hello for :meth:`NixlTransport.connect`."""
 
     def __init__(self, process: asyncio.subprocess.Process, answer: bytes) -> None:
@@ -91,9 +91,9 @@ class StoreProcess:
 @asynccontextmanager
 async def running_store(
     nbytes: int, env: Mapping[str, str] | None = None
-) -> AsyncIterator[StoreProcess]:
+) -> AsyncIterator[BareStore]:
     """One that is gone afterwards, however it was left."""
-    store = await StoreProcess.start(nbytes, env)
+    store = await BareStore.start(nbytes, env)
     try:
         yield store
     finally:

@@ -24,7 +24,7 @@ from cacheflow.testing.storage_harness import idle
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
 
-    from nixl_store import StoreProcess
+    from nixl_store import BareStore
 
     from cacheflow.storage_backends.nixl.link import NixlLink
     from cacheflow.types import Buffer
@@ -45,7 +45,7 @@ def transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @asynccontextmanager
-async def linked() -> AsyncIterator[tuple[StoreProcess, NixlTransport, NixlLink]]:
+async def linked() -> AsyncIterator[tuple[BareStore, NixlTransport, NixlLink]]:
     async with running_store(ARENA) as store:
         transport = await NixlTransport.open(slab_bytes=8 << 20)
         try:
