@@ -175,8 +175,9 @@ class Conversation:
         report: Generation | None = None,
     ) -> None:
         """Restore the KV of ``prompt`` (None: of the history) without generating, for instance
-        while a tool runs. A turn that goes on from it waits for its end, and lends it its own
-        priority; any other turn ends it.
+        while a tool runs. A turn that has most of it in common waits for its end, and lends it its
+        own priority; any other turn ends it. Messages are rendered without the beginning of an
+        answer: what comes next is not known.
 
         ``priority``: None for one less than the session's, so that turns of others go first.
 
@@ -188,7 +189,8 @@ class Conversation:
         arrival, report = self._flow.clock.now(), report if report is not None else Generation()
         tokens: Sequence[int] = self._history[:]
         if prompt is not None:
-            tokens, _ = await read_prompt(prompt, tools, self._flow.engine.chat)
+            chat = self._flow.engine.chat
+            tokens, _ = await read_prompt(prompt, tools, chat, answered=False)
         check_fits(tokens, 1, self._flow.engine.max_tokens)
         rank = self.priority - 1 if priority is None else whole_number("priority", priority)
         ask = Ask(tokens, arrival, policy, rank)

@@ -16,7 +16,7 @@ from cacheflow.session.background import Background
 from cacheflow.session.carrying import load_session, read_tokens
 from cacheflow.session.decoding import DecodeLoop
 from cacheflow.session.opening import open_parts
-from cacheflow.session.prompts import seconds, whole_number
+from cacheflow.session.prompts import agreeing_keys, seconds, whole_number
 from cacheflow.session.room import Room
 from cacheflow.session.session import FORGET_SECONDS, Session
 from cacheflow.session.tenants import Tenant, tenant_of
@@ -217,8 +217,8 @@ class CacheFlow:
         self._background.forget(session)
         if self._sessions.get((session.tenant, session.id)) is session:
             del self._sessions[session.tenant, session.id]
-        others = {key for each in self._sessions.values() for key in each.keys}
-        return [key for key in keys if key not in others]
+        others = [each for each in self._sessions.values() if each.tenant == session.tenant]
+        return list(keys[max((agreeing_keys(keys, each.keys) for each in others), default=0) :])
 
     def behind(self, work: Coroutine[Any, Any, None]) -> None:
         """Do ``work`` behind the sessions; given up when the flow is closed."""

@@ -37,8 +37,8 @@ class Prefetch:
             task.result()
 
     def overtaken(self, prompt: Sequence[int], priority: int) -> None:
-        """A turn with ``prompt`` waits: this one hurries if it is of use, and ends if not."""
-        if agreeing(self._prompt, prompt) == len(self._prompt):
+        """A turn with ``prompt`` waits: this one hurries if most of it is of use, else it ends."""
+        if 2 * agreeing(self._prompt, prompt) >= len(self._prompt):
             self._turn.hurry(priority)
         elif self._task is not None:
             self._task.cancel()

@@ -16,12 +16,13 @@ from cacheflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheflow.abc import ChatTemplate, Engine
-    from cacheflow.types import Sampling
+    from cacheflow.types import ChunkKey, Sampling
 
 __all__ = [
     "Messages",
     "Prompt",
     "agreeing",
+    "agreeing_keys",
     "check_fits",
     "check_sampling",
     "read_prompt",
@@ -37,9 +38,14 @@ Prompt: TypeAlias = "Sequence[int] | Messages"
 
 
 async def read_prompt(
-    prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None, chat: ChatTemplate | None
+    prompt: Prompt,
+    tools: Sequence[Mapping[str, Any]] | None,
+    chat: ChatTemplate | None,
+    *,
+    answered: bool = True,
 ) -> tuple[Sequence[int], frozenset[int]]:
     """The tokens of ``prompt`` as they are now, and the stop tokens that come with messages.
+    ``answered``: messages end with the beginning of an answer.
 
     Raises:
         ConfigError: it is no prompt, is empty, or is of messages and the model has no template.
@@ -53,7 +59,7 @@ async def read_prompt(
     if chat is None:
         raise ConfigError("the model has no chat template: give token ids instead of messages")
     messages = [dict(message) for message in cast("Messages", prompt)]
-    tokens = await asyncio.to_thread(chat.render, messages, tools)
+    tokens = await asyncio.to_thread(chat.render, messages, tools, answered)
     if not tokens:
         raise ConfigError("the prompt is empty: the chat template makes nothing of these messages")
     return tokens, chat.stop_tokens
@@ -110,6 +116,19 @@ def agreeing(one: Sequence[int], other: Sequence[int]) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         if list(one[low:middle]) == list(other[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def agreeing_keys(one: Sequence[ChunkKey], other: Sequence[ChunkKey]) -> int:
+    """How many leading keys two prompts have in common: keys are chained, so one look at a place
+    says whether all before it are the same."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
             low = middle
         else:
             high = middle - 1

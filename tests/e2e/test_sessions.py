@@ -163,7 +163,8 @@ class Letters:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         text = "".join(f"{m['role']}:{m['content']};" for m in messages)
-        return [ord(letter) for letter in f"{tools or ''}{text}"]
+        answer = "assistant:" if add_generation_prompt else ""
+        return [ord(letter) for letter in f"{tools or ''}{text}{answer}"]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
@@ -183,3 +184,8 @@ async def test_messages_are_rendered(model_folder: Path, tools: Any) -> None:
         assert made == expected[: expected.index(expected[3]) + 1]
         assert report.finish_reason == "stop"
         assert session.tokens == (*tokens, *made)
+        await session.forget()
+        await session.prefetch(messages, tools=tools)
+        assert session.resident_tokens == len(tokens) - len("assistant:")
+        _, report = await ask(session, messages, 2, tools=tools)  # type: ignore[arg-type]
+        assert report.usage.resident_tokens == len(tokens) - len("assistant:")

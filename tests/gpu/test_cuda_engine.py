@@ -86,6 +86,7 @@ async def test_recompute_beside_loads_is_bit_exact(folder: Path, dtype: str) -> 
 async def test_a_batch_decodes_as_its_rows_do_alone(folder: Path) -> None:
     """Greedy tokens of a batch with a shared page equal those of each request alone (fp32)."""
     engine = await engine_of(folder, "float32")
+    engine.decodes_together = True
     await engine.open("root", prompt())
     await engine.prefill("root")
     alone, first = {}, {}

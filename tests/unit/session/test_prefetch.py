@@ -116,6 +116,20 @@ async def test_a_turn_with_another_prompt_ends_a_prefetch(opened: Opened) -> Non
         assert session.resident_tokens == 52
 
 
+async def test_a_turn_that_differs_late_joins_too(opened: Opened) -> None:
+    """What was prefetched too much is rewound."""
+    async with opened() as play:
+        session = await stored(play)
+        held = Held(play)
+        prefetch = asyncio.create_task(session.prefetch(policy="load"))
+        await held.began.wait()
+        turn = asyncio.create_task(play.ask(session, [*PROMPT[:290], *prompt_of(30, 9)]))
+        await asyncio.sleep(0)
+        held.go.set()
+        await prefetch
+        assert (await turn).usage.resident_tokens == 290
+
+
 async def test_a_cancelled_prefetch_leaves_the_session_usable(opened: Opened) -> None:
     """The cancellation is the caller's; the next turn restores."""
     async with opened() as play:
