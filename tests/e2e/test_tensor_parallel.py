@@ -116,6 +116,7 @@ async def turn(flow: Any, policy: str, tokens: list[int] = TOKENS) -> dict[str, 
     return {
         "made": made,
         "kv": kv,
+        "stored": sum(saved.stored for saved in (report.saved or {}).values()),
         "loaded": sum(restoration.loaded_cells.values()),
         "recomputed": restoration.recomputed_cells,
         "failed": restoration.failed_loads,
@@ -227,6 +228,10 @@ async def test_stores_are_read_across_layouts(folder: Path, tmp_path: Path, rank
     assert read["loaded"] == KEPT * LAYERS
     assert read["made"] == wrote["made"]
     chunks = (len(TOKENS) + MADE - 1) // CHUNK
+    owners = range(0, ranks, ranks // 2)
+    assert [rank["wrote"]["stored"] for rank in told] == [
+        chunks if number in owners else 0 for number in range(ranks)
+    ]
     assert await names(ours) == [f"0-1 x {chunks}", f"1-2 x {chunks}"]
 
 
