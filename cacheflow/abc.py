@@ -329,11 +329,11 @@ class Peers(Protocol):
         ...
 
     async def meet(self, request_id: str, found: Offering) -> Offering:
-        """Wait until every rank is about to restore ``request_id``; what counts of what this one
-        found stored.
+        """Wait until every rank is about to restore the same; what counts of what this one found
+        stored. Requests are the same whose prompts are, and whose ids are up to the last ``/``.
 
         Raises:
-            PeerError: another rank is gone, or did not come in time.
+            PeerError: another rank is gone, did not come in time, or has not the same in memory.
         """
         ...
 

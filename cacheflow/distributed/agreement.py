@@ -134,7 +134,16 @@ def combine(offerings: Sequence[Offering], rank: int) -> Offering:
 
     Chunks that are not what a cold run computes, or went through a lossy codec, on any rank are so
     on all: their KV feeds what all compute.
+
+    Raises:
+        PeerError: the ranks do not have the same of it in memory.
     """
+    if len({offer.resident for offer in offerings}) > 1:
+        held = ", ".join(str(offer.resident) for offer in offerings)
+        raise PeerError(
+            f"of a prompt of {offerings[rank].subject} the ranks have {held} tokens in memory: "
+            "they have to forget the same"
+        )
     chunks = max((len(c.layers) for offer in offerings for c in offer.coverage), default=0)
     common = []
     for chunk in range(chunks):
@@ -157,4 +166,4 @@ def combine(offerings: Sequence[Offering], rank: int) -> Offering:
         )
         for each in offerings[rank].coverage
     )
-    return Offering(coverage, strange, lossy)
+    return replace(offerings[rank], coverage=coverage, strange=strange, lossy=lossy)

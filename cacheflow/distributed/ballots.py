@@ -85,11 +85,12 @@ def decode_vote(data: bytes) -> Vote:
 def encode_offering(offering: Offering) -> bytes:
     """As JSON: it has any length, and is sent once a request."""
     coverage = [[each.channel, list(each.layers), each.stride] for each in offering.coverage]
-    return json.dumps([coverage, offering.strange, offering.lossy]).encode()
+    rest = [offering.strange, offering.lossy, offering.subject, offering.resident]
+    return json.dumps([coverage, *rest]).encode()
 
 
 def decode_offering(data: bytes) -> Offering:
     """What :func:`encode_offering` wrote."""
-    coverage, strange, lossy = json.loads(data)
+    coverage, *rest = json.loads(data)
     each = (Coverage(channel, tuple(layers), stride) for channel, layers, stride in coverage)
-    return Offering(tuple(each), strange, lossy)
+    return Offering(tuple(each), *rest)

@@ -12,12 +12,13 @@ from cacheflow.types import Offering
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from cacheflow.restore.request import RestoreRequest
     from cacheflow.tiers import Located
 
 __all__ = ["offering", "reach"]
 
 
-def offering(located: Mapping[str, Located], grid_id: str) -> Offering:
+def offering(request: RestoreRequest, located: Mapping[str, Located], grid_id: str) -> Offering:
     """``located``: by tier. Copies count as strange that are not what is computed here, under
     ``grid_id``, bit for bit."""
     strange = lossy = 0
@@ -26,7 +27,10 @@ def offering(located: Mapping[str, Located], grid_id: str) -> Offering:
             ours = all(info.canonical and info.grid_id == grid_id for info in infos)
             strange |= (not ours) << chunk
             lossy |= any(info.lossy for info in infos) << chunk
-    return Offering(tuple(each.coverage() for each in located.values()), strange, lossy)
+    last = request.keys[-1].digest.hex()[:12] if request.keys else "none"
+    coverage = tuple(each.coverage() for each in located.values())
+    subject = f"{len(request.tokens)} tokens, last key {last}"
+    return Offering(coverage, strange, lossy, subject, request.resident)
 
 
 def reach(agreed: Offering) -> int:

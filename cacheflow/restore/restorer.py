@@ -285,7 +285,7 @@ class Restorer:
         """
         if self._peers is not None:
             await self._wait_for_lookups(job, policy, _LOOKUP_PATIENCE)
-            found = offering(job.located, self.recomputer.grid_id)
+            found = offering(job.request, job.located, self.recomputer.grid_id)
             job.agreed = await self._peers.meet(job.spec.id, found)
             return reach(job.agreed)
         patience = _LOOKUP_GRACE if policy.begin(None) else _LOOKUP_PATIENCE

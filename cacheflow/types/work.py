@@ -95,6 +95,10 @@ class Offering:
     coverage: tuple[Coverage, ...]
     strange: int = 0
     lossy: int = 0
+    subject: str = ""
+    """What prompt it is about."""
+    resident: int = 0
+    """Leading tokens whose KV is in memory: has to be the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ class Conductor(Lane):
         self._do_pending: Callable[[], None] | None = None
         self._layers = 0
         """Of the pending work, agreed upon."""
+        self._numbered: dict[str, int] = {}
+        """Of requests that are open here."""
         self._given_up: set[str] = set()
         """Requests that left before the ranks had met over them."""
         self._news = self._stopped = False
@@ -190,14 +192,17 @@ class Conductor(Lane):
 
         def exchanged() -> Offering:
             offers = [decode_offering(each) for each in self._group.exchange_any(data)]
+            number, agreed = next(self._numbers), combine(offers, self._group.rank)
             with self._state:
-                self._member.join(next(self._numbers), request_id)
+                self._numbered[request_id] = number
+                self._member.join(number, request_id)
                 if request_id in self._given_up:
                     self._given_up.discard(request_id)
                     self._member.leave(request_id, finished=False)
-            return combine(offers, self._group.rank)
+            return agreed
 
-        meeting = self.call(f"meet {request_id}", exchanged)
+        session = request_id.rpartition("/")[0] or request_id
+        meeting = self.call(f"meet over {session}: {found.subject}", exchanged)
         try:
             return await asyncio.shield(meeting)
         except asyncio.CancelledError:
@@ -211,6 +216,15 @@ class Conductor(Lane):
         with self._state:
             self._member.leave(request_id, finished=finished)
             self._tell()
+
+    def name(self, request_id: str) -> str:
+        """What all ranks call the request: the number under which they met over it last."""
+        number = self._numbered.get(request_id)
+        return request_id if number is None else f"request {number}"
+
+    def forget(self, request_id: str) -> None:
+        """The request is closed."""
+        self._numbered.pop(request_id, None)
 
     def restores(self, work: TileWork) -> bool:
         """Whether this rank's scheduler still has the request; from any thread."""

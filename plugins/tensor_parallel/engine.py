@@ -230,7 +230,12 @@ class TensorParallelEngine(TransformersEngine):
                 return chosen(self._rows([request], hidden, [position], self._logits))
 
         # With the token: ranks that disagree about it must not go on.
-        return self.peers.call(f"decode {request.id} {position} {token}", step)
+        return self.peers.call(f"decode {self.peers.name(request.id)} {position} {token}", step)
+
+    async def close(self, request_id: str) -> None:
+        """See :meth:`cacheflow.abc.Recomputer.close`."""
+        self.peers.forget(request_id)
+        await super().close(request_id)
 
     async def aclose(self) -> None:
         """See :meth:`cacheflow.abc.Engine.aclose`. Waits a moment for the other ranks to close."""

@@ -246,6 +246,7 @@ async def rank_crowd(seat: Seat, folder: str) -> dict[str, Any]:
 
     store, told = MemoryBackend(), dict[str, Any]()
     prompts = {name: [number, *TOKENS[: 200 + 16 * number]] for number, name in enumerate("abc")}
+    prompts["grown"] = TOKENS[:40]
 
     async def talk(name: str) -> None:
         stream = flow.session(name).generate(prompts[name], max_new_tokens=MADE)
@@ -256,7 +257,7 @@ async def rank_crowd(seat: Seat, folder: str) -> dict[str, Any]:
 
     async with engine_of(folder) as engine, flow_over(engine, {"mine": store}) as flow:
         for _ in ("cold", "restored"):
-            order = sorted(prompts, reverse=bool(seat.rank))
+            order = sorted("abc", reverse=bool(seat.rank))
             for name in order:
                 told.setdefault(name, [])
             await asyncio.gather(*(talk(name) for name in order))
@@ -271,18 +272,29 @@ async def rank_crowd(seat: Seat, folder: str) -> dict[str, Any]:
             told["doomed"] = f"{type(error).__name__}: {error}"
         store.before_read = None
         told["after"] = (await turn(flow, "load", prompts["b"][:200]))["made"]
+        told["grown"] = []
+        await talk("grown")
+        if seat.rank:
+            await flow.session("grown").forget()
+        prompts["grown"] = [*prompts["grown"], *told["grown"][0], 5]
+        with pytest.raises(PeerError, match="they have to forget the same"):
+            await talk("grown")
+        await talk("grown")
     return told
 
 
 async def test_ranks_need_not_begin_in_the_same_order(folder: Path) -> None:
     """Conversations at once are answered as one after another; one that a rank gives up ends on
-    the other with an error that says so, and neither is disturbed by it."""
+    the other with an error that says so, and neither is disturbed by it. Nor by one that only one
+    rank forgot: it is refused once, then restored."""
     one, other = await asyncio.to_thread(run_ranks, 2, rank_crowd, str(folder), deadline=100)
     for name in "abc":
         assert one[name][0] == one[name][1] == other[name][0] == other[name][1], name
     assert one["doomed"].startswith("PeerError: another rank gave request 'doomed/1' up")
     assert other["doomed"].startswith("TimeoutError")
     assert one["after"] == other["after"]
+    assert one["grown"] == other["grown"]
+    assert len(one["grown"]) == 2
 
 
 # -- death -----------------------------------------------------------------------------------------

@@ -230,3 +230,10 @@ def test_coverage_is_the_least_of_all_ranks(found: list[list[list[int]]]) -> Non
                         for theirs in found
                     )
                     assert (kept >> layer & 1) == (had >> layer & 1 and everywhere)
+
+
+def test_ranks_that_forgot_different_things_are_told() -> None:
+    """Or one would compute what the other has in memory, and both would wait for ever."""
+    offers = [Offering((), subject="9 tokens"), Offering((), subject="9 tokens", resident=8)]
+    with pytest.raises(PeerError, match="of a prompt of 9 tokens the ranks have 0, 8 tokens"):
+        combine(offers, 0)

@@ -51,7 +51,12 @@ def test_another_program_is_noticed() -> None:
 masks = st.lists(st.integers(0, (1 << 130) - 1), max_size=6).map(tuple)
 
 
-@given(st.lists(st.builds(Coverage, st.text(max_size=9), masks, word), max_size=3), word, word)
-def test_offerings_come_back(coverage: list[Coverage], strange: int, lossy: int) -> None:
-    offering = Offering(tuple(coverage), strange, lossy)
+coverages = st.lists(st.builds(Coverage, st.text(max_size=9), masks, word), max_size=3)
+
+
+@given(coverages, word, word, st.text(max_size=9))
+def test_offerings_come_back(
+    coverage: list[Coverage], strange: int, lossy: int, subject: str
+) -> None:
+    offering = Offering(tuple(coverage), strange, lossy, subject, strange)
     assert decode_offering(encode_offering(offering)) == offering

@@ -33,9 +33,11 @@ def test_what_is_not_computed_here_bit_for_bit_is_strange() -> None:
     elsewhere = replace(good, grid_id="another")
     decoded = replace(good, canonical=False)
     lossy = replace(good, canonical=False, lossy=True)
-    found = offering(located((good,), (elsewhere,), (), (decoded,), (good, lossy)), OURS)
+    request = RestoreRequest("r", [0] * 99, (), 0.0, resident=7)
+    found = offering(request, located((good,), (elsewhere,), (), (decoded,), (good, lossy)), OURS)
     assert (found.strange, found.lossy) == (0b11010, 0b10000)
     assert found.coverage[0].layers == (7, 7, 0, 7, 7)
+    assert (found.subject, found.resident) == ("99 tokens, last key none", 7)
 
 
 def test_reach_ends_with_the_last_chunk_that_all_have() -> None:
