@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from cacheflow.errors import BackendError
 from cacheflow.pool import messages
 from cacheflow.storage_backends.pool.channel import Channel, Refused
+from cacheflow.storage_backends.pool.ways import Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -87,6 +88,9 @@ class Peer:
         self._channel: Channel | None = None
         self._doubted = asyncio.Event()
         self._is_link_bad = False
+        self._ways = Ways(transports)
+        self._has_delivered = False
+        """Something has come or gone over the link."""
         self._releases: list[int] = []
         self._places: OrderedDict[ObjectKey, Place] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
@@ -128,6 +132,11 @@ class Peer:
         except BackendError:
             self._suspect(channel)
             raise
+
+    def delivered(self, link: Link) -> None:
+        """A transfer over ``link`` ended well."""
+        if self.link is link:
+            self._has_delivered = True
 
     def suspect_link(self, link: Link) -> None:
         """A transfer over ``link`` failed: it is made anew, if the store answers at all."""
@@ -208,21 +217,31 @@ class Peer:
         async with asyncio.timeout(options.connect_seconds):
             channel = await Channel.connect(self.name, self._address, self._tls)
         self._channel = channel
-        offers = tuple((name, each.hello()) for name, each in self._transports.items())
+        names = self._ways.offered(time.monotonic())
+        offers = tuple((name, self._transports[name].hello()) for name in names)
         hello = messages.Hello(client=self._client, token=self._token, offers=offers)
         answer = await channel.ask(hello, messages.HelloReply, options.connect_seconds)
         transport = self._transports.get(answer.transport)
         if transport is None:
             reason = f"it chose transport {answer.transport}, which was not offered"
             raise BackendError(reason, operation="hello", context=self.name)
-        async with asyncio.timeout(options.connect_seconds):
-            self.link = await transport.connect(self.name, self._address[0], answer.answer)
+        try:
+            async with asyncio.timeout(options.connect_seconds):
+                self.link = await transport.connect(self.name, self._address[0], answer.answer)
+        except (BackendError, TimeoutError):
+            self._no_way(answer.transport, delivered=False)
+            raise
+        self._has_delivered = False
         self.hello, self.refused = answer, None
         self._doubted.clear()
         self._is_link_bad = False
         self._become(PeerState.UP)
         self.tried.set()
         _log.info("store %s: up, transport %s", self.name, answer.transport)
+
+    def _no_way(self, transport: str, *, delivered: bool) -> None:
+        if self._ways.failed(transport, time.monotonic(), delivered=delivered):
+            _log.warning("store %s: nothing comes over %s: trying others", self.name, transport)
 
     def _not_connected(self, error: Exception) -> None:
         is_news = not self.tried.is_set() or self.state is not PeerState.DOWN
@@ -273,6 +292,8 @@ class Peer:
             _log.warning("store %s: down: %s", self.name, reason)
             self._become(PeerState.DOWN)
         if link is not None:
+            if self._is_link_bad and self.hello is not None:
+                self._no_way(self.hello.transport, delivered=self._has_delivered)
             link.close()
         if channel is not None:
             with suppress(BackendError):

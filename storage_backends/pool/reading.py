@@ -106,6 +106,7 @@ class Loading:
             raise BackendError("the store is down", operation="load", context=peer.name)
         try:
             await link.read([piece], deadline=self._seconds)
+            peer.delivered(link)
         except Refused:
             raise  # the link works: the lease is over
         except BackendError:

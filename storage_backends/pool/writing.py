@@ -108,6 +108,7 @@ class Storing:
             offset += buffer.nbytes
         try:
             await link.write(pieces, deadline=self._seconds)
+            peer.delivered(link)
         except BackendError:
             peer.suspect_link(link)
             raise

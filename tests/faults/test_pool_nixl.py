@@ -16,7 +16,7 @@ from cacheflow.memory import StagingPool
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings
-from cacheflow.storage_backends.nixl.agent import why_missing
+from cacheflow.storage_backends.nixl.agent import UcxAgent, why_missing
 from cacheflow.storage_backends.nixl.memory import OurMemory
 from cacheflow.testing.objects import make_object
 from cacheflow.testing.storage_harness import load_all, store_all
@@ -155,3 +155,23 @@ async def ask(flow: CacheFlow, prompt: list[int], report: Generation | None = No
     tokens = [token async for token in stream]
     await session.forget()
     return tokens
+
+
+async def test_a_fabric_that_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where NIXL is there on both sides and nothing comes through it, the pool goes on over tcp."""
+    monkeypatch.setenv("UCX_TLS", "all")
+    store = StoreProcess(tmp_path / "log", arena="2MiB", transports='["nixl", "tcp"]')
+    async with started(store), opened(store, transports=["nixl", "tcp"]) as backend:
+
+        async def all_stored() -> bool:
+            results = await backend.store([each.write() for each in OBJECTS])
+            return {result.status for result in results} == {TransferStatus.OK}
+
+        with mock.patch.object(UcxAgent, "begin", side_effect=RuntimeError("no route")):
+            await until(all_stored)
+            load = StagedLoad(backend)
+            assert await load.all_there()
+        [peer] = backend.members.up
+        assert peer.hello is not None
+        assert peer.hello.transport == "tcp"
+        await load.aclose()
