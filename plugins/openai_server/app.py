@@ -105,7 +105,13 @@ def create_app(service: Service) -> FastAPI:
 
     _shape_errors(app)
     paths = [route.path for route in app.routes if hasattr(route, "path")]
-    app.add_middleware(Gatekeeper, settings=service.settings, series=service.series, paths=paths)
+    app.add_middleware(
+        Gatekeeper,
+        settings=service.settings,
+        series=service.series,
+        paths=paths,
+        context=service.flow.engine.max_tokens,
+    )
     return app
 
 

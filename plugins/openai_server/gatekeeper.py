@@ -27,6 +27,9 @@ __all__ = ["Gatekeeper"]
 
 _BODY_SECONDS: Final = 30.0
 """A body must have arrived by then."""
+_BYTES_A_TOKEN: Final = 64
+"""Text has four or so; even escaped, and between many names of fields, not as many as these."""
+_BYTES_BESIDE: Final = 1 << 16
 _MORE: Final = 32
 """Requests beside those that run or wait: more would only take memory for their bodies."""
 _OTHER: Final = "other"
@@ -34,7 +37,9 @@ _OTHER: Final = "other"
 
 
 class Gatekeeper:
-    """``paths``: the endpoints that are counted by name."""
+    """``paths``: the endpoints that are counted by name. ``context``: tokens that the model takes;
+    a body that no such prompt needs is not read, whatever the settings allow: to parse and
+    tokenize it would keep others waiting."""
 
     def __init__(
         self,
@@ -42,11 +47,12 @@ class Gatekeeper:
         settings: ServerSettings,
         series: ServerSeries,
         paths: Collection[str],
+        context: int,
     ) -> None:
         self._app = app
         self._series = series
         self._paths = frozenset(paths)
-        self._most = int(settings.max_body_bytes)
+        self._most = min(int(settings.max_body_bytes), _BYTES_A_TOKEN * context + _BYTES_BESIDE)
         self._places = settings.max_running + settings.max_waiting + _MORE
         self._inside = 0
         """Requests whose body is in memory, or coming."""

@@ -62,6 +62,17 @@ async def test_a_body_that_is_too_large_is_not_read(serving: Serving) -> None:
     assert read <= 7000
 
 
+async def test_a_body_no_prompt_can_need_is_not_read(serving: Serving) -> None:
+    """Larger than any prompt that the context holds: 413, before it is parsed and tokenized."""
+    body = {**BODY, "messages": [{"role": "user", "content": "x" * 200_000}]}
+    async with serving() as service, client_of(service) as client:
+        answer = await client.post("/chat/completions", json=body)
+        assert answer.status_code == 413
+        shorter = {**BODY, "messages": [{"role": "user", "content": "x" * 100_000}]}
+        answer = await client.post("/chat/completions", json=shorter)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_too_many_requests_are_sent_away(serving: Serving) -> None:
     """With one place and one in the queue, the third gets 429 and Retry-After at once; the other
     two are answered."""

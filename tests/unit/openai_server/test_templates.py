@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _END: Final = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TOOLS: Final = (
     "{% if tools %}<|im_start|>system\nTools:"
-    "{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{{ message.content }}{% for call in message.tool_calls %}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}" + _END
