@@ -85,7 +85,7 @@ class Session:
                     task.add_done_callback(tasks.discard)
                 for task in tasks:  # nobody hears the answers
                     task.cancel()
-        except (IntegrityError, OSError, TimeoutError, ExceptionGroup) as error:
+        except (CacheFlowError, OSError, TimeoutError, ExceptionGroup) as error:
             _log.warning("client %s: disconnected: %s", self.client or self.name, _reason(error))
         finally:
             await self._end()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 from cacheflow.errors import CacheFlowError, IntegrityError
 from cacheflow.kv import decode_header, verify
 from cacheflow.registry import load_backend
-from cacheflow.tiers import Tier
+from cacheflow.tiers import Guarded, Tier
 from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 _AT_ONCE: Final = 4
 """Objects written at the same time."""
 _CLOSE_SECONDS: Final = 5.0
+_DEADLINE: Final = 10.0
+"""Seconds for one operation; a disk that is too slow too often is set aside for a while."""
 
 
 class Spill:
@@ -61,7 +63,9 @@ class Spill:
         """
         kind = await asyncio.to_thread(load_backend, settings.backend)  # reads files
         backend = await kind.open(settings.options)
-        spill = cls(await Tier.over(backend, settings, clock=clock, observer=observer), arena)
+        name = settings.name
+        guarded = Guarded(backend, name, deadline=_DEADLINE, clock=clock, observer=observer)
+        spill = cls(await Tier.over(guarded, settings, clock=clock, observer=observer), arena)
         try:
             await spill.tier.settle()
         except BaseException:
@@ -174,7 +178,7 @@ class Spill:
             unwanted = [slot.info.key for slot in slots if slot.is_deleted]
             if unwanted:
                 await self.tier.delete(unwanted)
-        except CacheFlowError as error:
+        except Exception as error:  # whatever the disk does to these, others are to be written
             _log.warning("spill: %d objects cannot be written: %s", len(slots), error)
         finally:
             for slot in slots:

@@ -181,7 +181,8 @@ class PoolBackend(StorageBackend):
         deleted: list[bool] = []
         for at in range(0, len(keys), messages.BATCH):
             names = tuple(format_name(key) for key in keys[at : at + messages.BATCH])
-            answer = await peer.ask(messages.Delete(names=names), messages.DeleteReply)
+            request = messages.Delete(names=names)
+            answer = await peer.ask(request, messages.DeleteReply, is_work=True)
             deleted += answer.deleted
         return deleted
 
@@ -218,7 +219,8 @@ class PoolBackend(StorageBackend):
         self._check_reachable("scan")
 
     async def _page(self, peer: Peer, after: int) -> tuple[int, list[ChunkInfo]]:
-        answer = await peer.ask(messages.Scan(after=after), messages.ScanReply)
+        request = messages.Scan(after=after)
+        answer = await peer.ask(request, messages.ScanReply, is_work=True)
         return answer.after, await asyncio.to_thread(_valid, answer.headers)
 
     async def used_bytes(self) -> int:

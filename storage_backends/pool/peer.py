@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from cacheflow.errors import BackendError
+from cacheflow.errors import BackendError, CacheFlowError
 from cacheflow.pool import messages
 from cacheflow.storage_backends.pool.channel import Channel, Refused
 from cacheflow.storage_backends.pool.ways import Ways
@@ -113,9 +113,15 @@ class Peer:
         await self._lose("closed")
 
     async def ask(
-        self, request: messages.Message, reply: type[R], late: Callable[[R], None] | None = None
+        self,
+        request: messages.Message,
+        reply: type[R],
+        late: Callable[[R], None] | None = None,
+        *,
+        is_work: bool = False,
     ) -> R:
-        """An answer of the store; see :meth:`Channel.ask`.
+        """An answer of the store; see :meth:`Channel.ask`. ``is_work``: it may have to use its
+        disk, to evict or to hash for it, and gets the time of a transfer.
 
         Raises:
             BackendError: it is not UP, does not answer in time (then it is SUSPECT), or refuses.
@@ -125,8 +131,10 @@ class Peer:
             raise BackendError(
                 f"the store is {self.state}", operation="ask", context=self.name, is_temporary=True
             )
+        options = self._options
+        seconds = options.transfer_seconds if is_work else options.request_seconds
         try:
-            return await channel.ask(request, reply, self._options.request_seconds, late)
+            return await channel.ask(request, reply, seconds, late)
         except Refused:
             raise
         except BackendError:
@@ -202,7 +210,7 @@ class Peer:
         while True:
             try:
                 await self._connect()
-            except (BackendError, OSError, TimeoutError) as error:
+            except (CacheFlowError, OSError, TimeoutError, ValueError) as error:
                 self._not_connected(error)
                 await self._lose(str(error))
             else:

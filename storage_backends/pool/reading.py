@@ -142,9 +142,8 @@ class Loading:
             batch = group[first : first + messages.BATCH]
             names = tuple(format_name(self._reads[at].key) for at in batch)
             asked = time.monotonic()
-            answer = await peer.ask(
-                messages.Lease(names=names), messages.LeaseReply, partial(_give_back, peer)
-            )
+            request, late = messages.Lease(names=names), partial(_give_back, peer)
+            answer = await peer.ask(request, messages.LeaseReply, late, is_work=True)
             for at, slot in zip(batch, answer.slots, strict=False):
                 if slot is not None:
                     places[at] = Place(*slot, asked)

@@ -116,7 +116,7 @@ class Storing:
     async def _commit(self, peer: Peer, at: int, place: _Place) -> _Ended:
         total = await self._checksum(at)
         request = messages.Commit(slots=((place.generation, total),))
-        answer = await peer.ask(request, messages.CommitReply)
+        answer = await peer.ask(request, messages.CommitReply, is_work=True)
         self._committed.add((peer, place.generation))
         reason = "".join(answer.refused)
         if not reason:
@@ -150,9 +150,8 @@ class Storing:
         places: dict[int, _Place | str] = {}
         for batch in self._batches(self._groups[peer]):
             headers = tuple(header for _, header in batch)
-            answer = await peer.ask(
-                messages.Alloc(headers=headers), messages.AllocReply, partial(_give_back, peer)
-            )
+            request, late = messages.Alloc(headers=headers), partial(_give_back, peer)
+            answer = await peer.ask(request, messages.AllocReply, late, is_work=True)
             for (at, _), (offset, generation, refusal) in zip(batch, answer.slots, strict=False):
                 if refusal:
                     places[at] = refusal
