@@ -16,15 +16,15 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from cacheflow.distributed import Mode, StageCosts, best_split, plan_stages, worth_storing
-from cacheflow.simulation import load_machine
+from cacheflow.simulation import Machine, load_machine
 from cacheflow.testing.virtual_stages import Pipeline
 from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheflow.simulation import Machine
     from cacheflow.testing.virtual_stages import StageResult
+    from cacheflow.types import Tile
 
 ITEM_BYTES: Final = 2
 LEAST: Final = 0.98
@@ -35,6 +35,21 @@ STAGES: Final = (2, 4, 8)
 TOKENS: Final = (32768, 65536)
 """With eight stages of four layers a cell is 2 % of the shorter restore: the limit is for the
 longer one."""
+
+
+class Even(Machine):
+    """A machine on which every token costs the same, wherever it stands: what the simple bound of
+    ``(1 - r / 2) S`` is about, for activations of ``r`` times a stage's KV."""
+
+    def block_seconds(self, tile: Tile, now: float = 0.0) -> float:
+        whole = TileGrid().tile(3)
+        return super().block_seconds(whole) * tile.width / whole.width
+
+
+def machine_of(*, even: bool) -> Machine:
+    """The GPU and the model of the first table."""
+    found = load_machine(MACHINE, layers_per_block=1)
+    return Even(found.device, found.model, layers_per_block=1) if even else found
 
 
 def pipeline(machine: Machine, stages: int, gpus: int = 1) -> Pipeline:
@@ -55,9 +70,9 @@ def slowest(results: Sequence[StageResult]) -> float:
     return max(each.seconds for each in results)
 
 
-def at_balance(stages: int, tokens: int) -> dict[str, Any]:
+def at_balance(stages: int, tokens: int, *, even: bool) -> dict[str, Any]:
     """``stages`` stages whose links load as fast as they compute."""
-    machine = load_machine(MACHINE, layers_per_block=1)
+    machine = machine_of(even=even)
     one, many = pipeline(machine, 1), pipeline(machine, stages)
     bandwidth = one.stage_bytes(tokens) / one.compute_seconds(tokens)
     single = one.restore(tokens, bandwidth)[0]
@@ -70,6 +85,7 @@ def at_balance(stages: int, tokens: int) -> dict[str, Any]:
     return {
         "stages": stages,
         "tokens": tokens,
+        "even": even,
         "single_seconds": single.seconds,
         "bound_seconds": bound,
         "seconds": slowest(own),
@@ -142,7 +158,7 @@ def does_not_pay(tokens: int) -> dict[str, Any]:
 
 def tell(found: dict[str, Any]) -> None:
     """For people."""
-    print(f"{MACHINE}, compute:I/O 1:1 on every stage\n")
+    print(f"{MACHINE}, compute:I/O 1:1 on every stage; even: if all tokens cost the same\n")
     print(
         "| prefix | S | bound | reached | of bound | speed-up bound | speed-up | no activations "
         "| planner (balance) | activations MiB a stage (predicted) |"
@@ -150,8 +166,8 @@ def tell(found: dict[str, Any]) -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in found["balance"]:
         print(
-            f"| {row['tokens']} | {row['stages']} | {row['bound_seconds']:.4f} s "
-            f"| {row['seconds']:.4f} s | {row['efficiency']:.3f} "
+            f"| {row['tokens']}{' even' * row['even']} | {row['stages']} "
+            f"| {row['bound_seconds']:.4f} s | {row['seconds']:.4f} s | {row['efficiency']:.3f} "
             f"| {row['bound_speedup']:.2f} | {row['speedup']:.2f} "
             f"| {row['without_activations_seconds']:.4f} s | {row['planned_mode']} "
             f"({row['balance']:.2f}) "
@@ -194,7 +210,11 @@ def main() -> int:
         print(json.dumps(real, indent=1)) if options.json else tell_real(real)
         return 0
     found: dict[str, Any] = {
-        "balance": [at_balance(stages, tokens) for tokens in TOKENS for stages in STAGES],
+        "balance": [
+            at_balance(stages, tokens, even=even)
+            for even, tokens in ((True, TOKENS[-1]), *((False, tokens) for tokens in TOKENS))
+            for stages in STAGES
+        ],
         "gpus": many_gpus(TOKENS[0]),
         "does_not_pay": does_not_pay(TOKENS[0]),
     }
