@@ -57,7 +57,8 @@ class TestPool(StorageBackendTests):
 
     async def _open(self, where: Path, arena: int) -> StorageBackend:
         options = {"peers": [self.stores[arena].address], "transports": [self.transport]}
-        backend = await PoolBackend.open(options)
+        patience = {"request_seconds": 10, "connect_seconds": 10, "transfer_seconds": 20}
+        backend = await PoolBackend.open(options | patience)
         if self.where.get(arena) != where:
             self.where[arena] = where
             await backend.delete([info.key async for info in backend.scan()])
