@@ -56,9 +56,14 @@ class TestPool(StorageBackendTests):
         return await self._open(where, SMALL)
 
     async def _open(self, where: Path, arena: int) -> StorageBackend:
-        options = {"peers": [self.stores[arena].address], "transports": [self.transport]}
-        patience = {"request_seconds": 10, "connect_seconds": 10, "transfer_seconds": 20}
-        backend = await PoolBackend.open(options | patience)
+        options: dict[str, object] = {
+            "peers": [self.stores[arena].address],
+            "transports": [self.transport],
+            "request_seconds": 10,
+            "connect_seconds": 10,
+            "transfer_seconds": 20,
+        }
+        backend = await PoolBackend.open(options)
         if self.where.get(arena) != where:
             self.where[arena] = where
             await backend.delete([info.key async for info in backend.scan()])
