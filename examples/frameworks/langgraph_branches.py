@@ -21,7 +21,7 @@ from serving import weather as look_outside
 if TYPE_CHECKING:
     from langchain_core.runnables import RunnableConfig
 
-BRANCHES = ("And what do I wear?", "And is it warm?", "And do I need an umbrella?")
+BRANCHES = ("And what do I wear?", "And do I need an umbrella?")
 
 
 @tool
