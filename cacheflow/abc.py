@@ -278,7 +278,8 @@ class Recomputer(Protocol):
         ...
 
     async def close(self, request_id: str) -> None:
-        """Forget the request and free its KV. Waits for compute that still writes it."""
+        """Forget the request and free its KV. Waits for compute that still writes it. Nothing to do
+        for a request that is not open."""
         ...
 
 
