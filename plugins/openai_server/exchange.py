@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
 
     from pydantic import BaseModel
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
 __all__ = ["GONE", "Events", "Whole", "frame"]
 
 GONE: Final = 499
 """What is counted, and never sent, for a client that has gone (nginx's number)."""
 
+_STALLED_SECONDS: Final = 30.0
+"""A client that takes nothing of its answer for as long has gone: it would hold a place of the
+engine that others wait for."""
 _log = logging.getLogger("cacheflow.server")
 _TOO_LONG: Final = "the request took longer than this server allows"
 
@@ -44,8 +47,9 @@ class _Watched(Response):
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._work(scope, receive, send))
         gone = asyncio.ensure_future(_disconnect(receive))
+        send = _watched(send, gone)
+        work = asyncio.ensure_future(self._work(scope, receive, send))
         try:
             await asyncio.wait(
                 {work, gone}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
@@ -57,7 +61,11 @@ class _Watched(Response):
             else:
                 work.cancel()
                 await asyncio.wait([work])
-                await self._fail(ApiError(504, _TOO_LONG, code="timeout"), scope, receive, send)
+                error = ApiError(504, _TOO_LONG, code="timeout")
+                work = asyncio.ensure_future(self._fail(error, scope, receive, send))
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    await work
         finally:
             gone.cancel()
             work.cancel()
@@ -143,6 +151,20 @@ def _start() -> dict[str, Any]:
 
 def _part(text: str, *, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+
+def _watched(send: Send, gone: asyncio.Future[None]) -> Send:
+    """``send`` that ends ``gone`` when the client does not read on."""
+    loop = asyncio.get_running_loop()
+
+    async def watched(message: Message) -> None:
+        timer = loop.call_later(_STALLED_SECONDS, gone.cancel)
+        try:
+            await send(message)
+        finally:
+            timer.cancel()
+
+    return watched
 
 
 async def _disconnect(receive: Receive) -> None:

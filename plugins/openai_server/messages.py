@@ -60,7 +60,7 @@ def plain_call(call_id: str, name: str, written: str) -> dict[str, Any]:
     """A call; ``written``: its arguments, which are JSON unless a model made a mistake."""
     try:
         arguments = json.loads(written or "{}")
-    except ValueError:  # the template shows it as it was
+    except (ValueError, RecursionError):  # the template shows it as it was
         arguments = written
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 

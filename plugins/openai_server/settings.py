@@ -40,7 +40,7 @@ class ServerSettings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free one; the log says which."""
     model_name: str = Field(default="", max_length=256)

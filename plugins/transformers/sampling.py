@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from cacheflow.types import Sampling
 
 __all__ = ["choose", "draw"]
+
+
+_COLDEST: Final = 1e-30
+"""Logits divided by less would leave what fp32 can say."""
 
 
 def choose(
@@ -36,7 +40,7 @@ def choose(
 
 def draw(logits: torch.Tensor, how: Sampling, position: int) -> int:
     """One token of ``logits`` ``[vocabulary]`` (fp32, on the CPU)."""
-    weights = torch.softmax(logits / how.temperature, dim=-1)
+    weights = torch.softmax(logits / max(how.temperature, _COLDEST), dim=-1)
     if how.top_p < 1.0:
         ordered, places = weights.sort(descending=True)
         # A token stays if those likelier than it have less than top_p: the first always does.

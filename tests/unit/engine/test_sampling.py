@@ -39,6 +39,12 @@ def test_tokens_come_as_often_as_they_should(how: Sampling, expected: list[float
         assert abs(share - chance) <= 4 * (max(chance * (1 - chance), 1e-9) / 4000) ** 0.5 + 1e-3
 
 
+def test_next_to_no_temperature_takes_the_likeliest() -> None:
+    """Logits divided by what fp32 cannot say would be no numbers."""
+    logits = torch.tensor([1.0, 30.0, -2.0])
+    assert [draw(logits, Sampling(t), 0) for t in (1e-30, 1e-45, 5e-324)] == [1, 1, 1]
+
+
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     """The same again, in any batch; another seed or place draws anew; who does not sample gets the
     likeliest token."""

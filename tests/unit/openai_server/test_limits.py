@@ -23,6 +23,19 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
 KEYS = [{"key": "secret-one", "tenant": "a"}, {"key": "secret-two", "tenant": "b"}]
 
 
+def chat_scope() -> Any:
+    """A request as an ASGI server tells it."""
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "headers": [],
+        "http_version": "1.1",
+    }
+
+
 async def test_keys_protect_v1_and_name_tenants(serving: Serving) -> None:
     """Without a key, or with a wrong one, /v1 answers 401; health needs none; what one key's
     tenant stored, another's does not find."""
@@ -129,17 +142,8 @@ async def test_a_client_that_goes_away_ends_its_request(serving: Serving, stream
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope: Any = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
-        "query_string": b"",
-        "headers": [],
-        "http_version": "1.1",
-    }
     async with serving() as service:
-        request = asyncio.ensure_future(create_app(service)(scope, receive, send))
+        request = asyncio.ensure_future(create_app(service)(chat_scope(), receive, send))
         await until(lambda: service.flow.decoding.steps >= 5)
         gone.set()
         await request
@@ -152,6 +156,37 @@ async def test_a_client_that_goes_away_ends_its_request(serving: Serving, stream
         await service.flow.forget()
         assert service.flow.engine.kv_used_bytes == 0  # type: ignore[attr-defined]
     assert not any(message.get("more_body") is False for message in sent)
+
+
+@pytest.mark.parametrize("settings", [{}, {"request_seconds": 0.3}])
+async def test_a_client_that_stops_reading_ends_its_request(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
+) -> None:
+    """Its place is free after a while, whether the answer or the error at the end of its time is
+    what it does not take."""
+    stalled = 1.0 if settings else 0.2
+    monkeypatch.setattr("cacheflow.plugins.openai_server.exchange._STALLED_SECONDS", stalled)
+    body = json.dumps({**BODY, "max_tokens": 900, "stream": True}).encode()
+    told = iter([{"type": "http.request", "body": body, "more_body": False}])
+    forever, sent = asyncio.Event(), list[Any]()
+
+    async def receive() -> Any:
+        for message in told:
+            return message
+        return await forever.wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) >= 3:
+            await forever.wait()
+
+    async with serving(**settings) as service:
+        async with asyncio.timeout(20):
+            await create_app(service)(chat_scope(), receive, send)
+        assert service.admission.running == 0
+        await service.flow.forget()
+        assert service.flow.engine.kv_used_bytes == 0  # type: ignore[attr-defined]
+    assert len(sent) == (4 if settings else 3)
 
 
 async def test_what_no_endpoint_answers_has_no_label_of_its_own(serving: Serving) -> None:

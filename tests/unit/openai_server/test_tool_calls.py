@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheflow.plugins.openai_server.messages import plain_call
 from cacheflow.plugins.openai_server.tool_calls import Call, CallFinder
 
 ONE = '<tool_call>\n{"name": "look", "arguments": {"at": "the <b>sky</b>"}}\n</tool_call>'
@@ -77,3 +78,9 @@ def test_calls_have_ids_of_their_own() -> None:
     assert isinstance(two, Call)
     assert one.id != two.id
     assert one.id.startswith("call_")
+
+
+@pytest.mark.parametrize("written", ["{", "[" * 100_000, "9" * 5000, '"'])
+def test_arguments_that_are_no_json_stay_as_they_were(written: str) -> None:
+    """Whatever is wrong with them: a model wrote them, and its client sends them back."""
+    assert plain_call("c", "f", written)["function"]["arguments"] == written
