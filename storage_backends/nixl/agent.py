@@ -7,6 +7,7 @@ burns a core in every idle process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -120,7 +121,12 @@ class UcxAgent:
         local = self._agent.get_xfer_descs([(*each, device) for each in ours], _segment(kind))
         remote = self._agent.get_xfer_descs([(*each, 0) for each in theirs], "DRAM")
         handle = self._agent.initialize_xfer(way, local, remote, peer)
-        self._agent.transfer(handle)
+        try:
+            self._agent.transfer(handle)
+        except BaseException:
+            with contextlib.suppress(Exception):  # it may be active for all that NIXL knows
+                handle.release()  # now: else it does so by itself whenever, on whatever thread
+            raise
         return handle
 
     def has_ended(self, transfer: object) -> bool:

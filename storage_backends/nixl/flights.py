@@ -7,6 +7,7 @@ the memory, which it has held since it was made.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from cacheflow.types import Hold
 
 __all__ = ["Flight"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,4 +59,7 @@ class Flight:
     def let_go(self) -> None:
         """Nobody touches the memory any more. Called once."""
         for hold in self.holds:
-            hold.release()
+            try:
+                hold.release()
+            except Exception as error:  # of an owner's callback: others' transfers go on
+                _log.warning("releasing memory: %r", error)

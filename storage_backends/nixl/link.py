@@ -10,7 +10,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from cacheflow.errors import BackendError, CacheFlowError
+from cacheflow.errors import BackendError
 from cacheflow.storage_backends.nixl.flights import Flight
 from cacheflow.types import MemoryKind
 
@@ -167,9 +167,9 @@ class NixlLink:
         if error is None:
             return
         self._is_broken = True
-        if isinstance(error, CacheFlowError):
-            raise error
-        raise self._error(way, f"{type(error).__name__}: {error}") from error
+        if isinstance(error, BackendError):
+            raise self._error(way, str(error.args[0])) from None
+        raise error
 
     def _error(self, way: Way, what: str) -> BackendError:
         operation = "load" if way == "READ" else "store"

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cacheflow.errors import ClosedError
-from cacheflow.storage_backends.nixl.traffic import Traffic, attempt
+from cacheflow.storage_backends.nixl.traffic import Traffic, attempt, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,12 @@ class Reactor:
         await started
 
     async def call(self, work: Callable[[Agent], T]) -> T:
-        """Run ``work`` on the thread, between two looks at what is in flight."""
+        """Run ``work`` on the thread, between two looks at what is in flight.
+
+        Raises:
+            CacheFlowError: what it raised: NIXL's own errors as BackendError.
+            ClosedError: the reactor was closed before it was its turn.
+        """
         self._check()
         done: asyncio.Future[T] = self._loop.create_future()
 
@@ -80,7 +85,7 @@ class Reactor:
             try:
                 result = work(agent)
             except Exception as error:  # carried to whoever waits
-                self._tell(done, None, error)
+                self._tell(done, None, plain(error))
             else:
                 self._tell(done, result, None)
 
@@ -161,13 +166,13 @@ class Reactor:
         try:
             agent = self._make_agent()
         except Exception as error:  # carried to whoever waits
-            self._tell(started, None, error)
+            self._tell(started, None, plain(error))
             return
         self._tell(started, None, None)
         while self._traffic.flying or not self._is_stopping:
             self._take_orders(agent)
             self._traffic.turn(agent)
-        del agent
+        del agent  # here, on its own thread
         self._on_loop(self._ended.set)
 
     def _take_orders(self, agent: Agent) -> None:

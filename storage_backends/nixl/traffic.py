@@ -12,7 +12,7 @@ from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.errors import BackendError
+from cacheflow.errors import BackendError, CacheFlowError
 from cacheflow.storage_backends.nixl.pace import Pace
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cacheflow.storage_backends.nixl.agent import Agent
     from cacheflow.storage_backends.nixl.flights import Flight
 
-__all__ = ["Traffic", "attempt"]
+__all__ = ["Traffic", "attempt", "plain"]
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Traffic:
         try:
             self._begin(agent, flight)
         except Exception as error:  # NIXL's errors have no base class of their own
-            self._end(flight, error)
+            self._end(flight, plain(error))
             return
         self.flying.append(flight)
         self._counts[peer] += 1
@@ -114,7 +114,7 @@ class Traffic:
             if not agent.has_ended(flight.handle):
                 return
         except Exception as caught:  # as above
-            error = caught
+            error = plain(caught)
         self.flying.remove(flight)
         self._counts[flight.peer] -= 1
         self._pace.moved(time.monotonic())
@@ -133,6 +133,19 @@ class Traffic:
 
 def _gone() -> BackendError:
     return BackendError("the peer is gone", operation="transfer", is_temporary=True)
+
+
+def plain(error: Exception) -> CacheFlowError:
+    """``error`` without the frames that it came through, and in our words.
+
+    Frames hold NIXL's objects. One that leaves the thread with an error is destroyed wherever the
+    last reference ends, and an agent that dies on another thread aborts the process.
+    """
+    if isinstance(error, CacheFlowError):
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return error
+    reason = f"{type(error).__name__}: {error}"
+    return BackendError(reason, operation="transfer", is_temporary=True)
 
 
 def attempt(work: Callable[[], object]) -> None:

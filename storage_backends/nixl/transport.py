@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
-from cacheflow.errors import BackendError, CacheFlowError
+from cacheflow.errors import BackendError
 from cacheflow.storage_backends.nixl.agent import UcxAgent
 from cacheflow.storage_backends.nixl.hello import Hello
 from cacheflow.storage_backends.nixl.link import NixlLink
@@ -117,11 +117,8 @@ class NixlTransport:
     async def _add(self, peer: str, hello: Hello) -> None:
         try:
             name = await self._reactor.call(lambda agent: agent.add(hello.metadata))
-        except CacheFlowError:
-            raise
-        except Exception as error:  # NIXL's errors have no base class of their own
-            reason = f"cannot be reached through NIXL ({type(error).__name__}: {error})"
-            raise _connect_error(peer, reason) from error
+        except BackendError as error:
+            raise _connect_error(peer, f"cannot be reached through NIXL ({error})") from None
         if name != hello.agent:
             self._reactor.part(name)
             raise _connect_error(peer, f"calls itself {hello.agent!r}, and is {name!r}")

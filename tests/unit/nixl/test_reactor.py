@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -76,8 +78,30 @@ async def test_a_transfer_fails(at_once: bool) -> None:
         await turn(reactor)
         if not at_once:
             agent.begun[0].end = error
-        assert await asked.done is error
+        told = await asked.done
+        assert isinstance(told, BackendError)
+        assert "RuntimeError: no such peer" in str(told)
+        assert [told.__traceback__, told.__cause__, told.__context__] == [None, None, None]
         assert asked.hold.in_flight == 0
+
+
+async def test_an_owners_mistake_stops_nobody() -> None:
+    """What an owner of memory does when it is let go may fail; the thread goes on."""
+    agent, first, second = ScriptedAgent(), Asked(), Asked()
+
+    def wrong() -> None:
+        raise RuntimeError("the owner's loop is closed")
+
+    async with running(agent) as reactor:
+        for asked in (first, second):
+            reactor.submit(asked.flight)
+        await turn(reactor)
+        first.hold.when_idle(wrong)
+        for begun in agent.begun:
+            begun.end = True
+        assert await first.done is None
+        assert await second.done is None
+        assert first.hold.in_flight == second.hold.in_flight == 0
 
 
 async def test_copies_happen_while_the_memory_is_held() -> None:
@@ -213,7 +237,7 @@ async def test_calls_are_answered() -> None:
     reactor = Reactor(lambda: agent)
     await reactor.start()
     assert await reactor.call(lambda agent: agent.metadata()) == b"metadata"
-    with pytest.raises(RuntimeError, match="wrong"):
+    with pytest.raises(BackendError, match="RuntimeError: wrong"):
         await reactor.call(wrong)
     calls = [asyncio.ensure_future(reactor.call(slow)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -223,6 +247,42 @@ async def test_calls_are_answered() -> None:
             await call
     gate.set()
     assert await reactor.aclose(5.0)
+
+
+async def test_the_agent_dies_on_its_thread() -> None:
+    """Whoever keeps an error of a transfer or a call keeps nothing of NIXL alive by it."""
+
+    class Refusing(ScriptedAgent):
+        def begin(self, *args: object) -> object:
+            raise RuntimeError("no such peer")
+
+        def metadata(self) -> bytes:
+            raise RuntimeError("none")
+
+    made: list[weakref.ref[ScriptedAgent]] = []
+
+    def make() -> Agent:
+        agent = Refusing()
+        made.append(weakref.ref(agent, lambda ref: died.append(threading.get_ident())))
+        return agent
+
+    died: list[int] = []
+    reactor, asked = Reactor(make), Asked()
+    await reactor.start()
+    reactor.submit(asked.flight)
+    told = await asked.done
+    with pytest.raises(BackendError, match="none") as caught:
+        await reactor.call(lambda agent: agent.metadata())
+    gc.disable()  # or else it could hide the fault
+    try:
+        assert await reactor.aclose(5.0)
+    finally:
+        gc.enable()
+    assert isinstance(told, BackendError)
+    assert "no such peer" in str(told)
+    assert caught.value.is_temporary
+    assert made[0]() is None
+    assert died != [threading.get_ident()]
 
 
 async def test_no_agent() -> None:
