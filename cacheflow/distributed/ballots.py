@@ -14,7 +14,7 @@ from cacheflow.types import Coverage, Offering
 
 __all__ = ["BALLOT_BYTES", "decode_offering", "decode_vote", "encode_offering", "encode_vote"]
 
-BALLOT_BYTES: Final = 1024
+BALLOT_BYTES: Final = 2048
 """Of one vote."""
 
 _MAGIC: Final = 0xCF01
@@ -24,7 +24,7 @@ _BLOCKED: Final = struct.Struct("<II")
 _NEED: Final = struct.Struct("<IIH")
 _GONE: Final = struct.Struct("<I")
 _PROPOSAL: Final = struct.Struct("<I?IHHH")
-_MOST_CALLS: Final = 16
+_MOST_CALLS: Final = 128
 _MOST_BLOCKED: Final = 48
 _MOST_NEEDS: Final = 32
 _MOST_GONE: Final = 8

@@ -97,7 +97,7 @@ class Member:
             blocked += [(number, start) for start in self.scheduler.blocked(request)]
             needs += [(number, *need) for need in self.scheduler.needs(request)]
         return Vote(
-            calls=tuple(self.calls),
+            calls=tuple(sorted(self.calls)),  # of too many, all ranks say the same ones
             proposal=self._proposal(),
             blocked=tuple(blocked),
             needs=tuple(needs[:_MOST_NEEDS]),
