@@ -329,17 +329,17 @@ async def rank_mourns(seat: Seat, folder: str, path: str) -> dict[str, Any]:
 
 
 async def test_a_rank_that_is_killed_is_mourned_everywhere(folder: Path, tmp_path: Path) -> None:
-    """kill -9 of one of three ranks in the middle of restores: the others raise PeerError within
-    the deadline, again if asked again, close, and leave a store that is whole."""
+    """kill -9 of one of four ranks in the middle of restores: the others raise PeerError within the
+    deadline, again if asked again, close, and leave a store that is whole."""
     path = str(tmp_path / "store")
 
     def killed() -> list[dict[str, Any]]:
-        with Ranks(2, rank_mourns, str(folder), path, deadline=100) as ranks:
-            ranks.wait_for(0, "stored")
-            ranks.wait_for(1, "stored")
-            time.sleep(0.3)  # any moment will do; this one is in the middle of a restore
-            ranks.kill(1)
-            return [ranks.result(0)]
+        with Ranks(4, rank_mourns, str(folder), path, deadline=100) as ranks:
+            for rank in range(4):
+                ranks.wait_for(rank, "stored")
+            time.sleep(0.1)  # any moment will do; they restore one after another
+            ranks.kill(3)
+            return [ranks.result(rank) for rank in range(3)]
 
     for survivor in await asyncio.to_thread(killed):
         assert len(survivor["heard"]) == 2
