@@ -84,6 +84,8 @@ class Conductor(Lane):
         self._given_up: set[str] = set()
         """Requests that left before the ranks had met over them."""
         self._news = self._stopped = False
+        self._failed: Exception | None = None
+        """What broke off on the compute thread, where all ranks were at it."""
         self._error: CacheFlowError | None = None
         self._pause = _LEAST_PAUSE
         self._numbers = count()
@@ -114,7 +116,7 @@ class Conductor(Lane):
                     f"after {self._deadline:g} s not every rank has come to {name!r}: they have to "
                     "make the same calls"
                 )
-            return work()
+            return self._watched(work)
 
         future, job = prepared(checked)
         with self._state:
@@ -137,7 +139,7 @@ class Conductor(Lane):
             if self._error is not None:
                 raise self._error
             layers, self._layers = self._layers, 0
-            return compute(layers)
+            return self._watched(lambda: compute(layers))
 
         future, job = prepared(agreed)
         with self._state:
@@ -281,6 +283,8 @@ class Conductor(Lane):
             self._on_loop(self._kick)
         for do in doing:
             do()
+            if self._failed is not None:
+                raise self._failed
         self._rest(decision)
 
     def _taken(self, outcome: Outcome) -> list[Callable[[], None]]:
@@ -291,6 +295,19 @@ class Conductor(Lane):
             doing.append(self._do_pending)
             self._do_pending = self._member.pending = None
         return doing
+
+    def _watched(self, work: Callable[[], T]) -> T:
+        """``work``, which all ranks do. If it breaks off here, the others may be in the middle of
+        it: nothing that is exchanged after that would mean the same to all."""
+        try:
+            return work()
+        except PeerError as error:
+            if self._group.broken:  # else it is something that all ranks raise
+                self._failed = error
+            raise
+        except Exception as error:
+            self._failed = error
+            raise
 
     def _rest(self, decision: Decision) -> None:
         """Go on at once where something was decided, else a little later each time."""
@@ -312,7 +329,10 @@ class Conductor(Lane):
                 del self._calls[number]
 
     def _break(self, error: Exception) -> None:
-        told = error if isinstance(error, CacheFlowError) else PeerError(f"{error}")
+        told = error
+        if not isinstance(told, CacheFlowError):
+            what = f"{type(error).__name__}: {error}"
+            told = PeerError(f"this rank broke off what all ranks were doing ({what}): start again")
         if not self._stopped:
             _log.error("rank %d computes nothing more: %s", self._group.rank, told)
         self.abandon(told)

@@ -32,6 +32,8 @@ class Group:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._deadline = deadline
         self._owned = owned
+        self.broken = False
+        """Whether an exchange has failed: the ranks are not in step any more."""
         timeout = timedelta(seconds=deadline)
         self._words = dist.new_group(backend="gloo", timeout=timeout)
         self._sums = (
@@ -65,7 +67,7 @@ class Group:
         """What every rank gave, by rank; all give as much."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(data), dtype=torch.uint8)
-        with _told("between two decisions", self._deadline):
+        with self._noted("between two decisions"):
             _gather(everyone, mine, self._words)
         whole = everyone.numpy().tobytes()
         return [whole[at : at + len(data)] for at in range(0, len(whole), len(data))]
@@ -81,9 +83,18 @@ class Group:
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
         """``partial`` becomes the sum over all ranks, the same bits on each."""
-        with _told("in the middle of a layer", self._deadline):
+        with self._noted("in the middle of a layer"):
             dist.all_reduce(partial, group=self._sums)
         return partial
+
+    @contextmanager
+    def _noted(self, when: str) -> Iterator[None]:
+        try:
+            with _told(when, self._deadline):
+                yield
+        except PeerError:
+            self.broken = True
+            raise
 
     def close(self) -> None:
         """Leave the process group as it was found."""
