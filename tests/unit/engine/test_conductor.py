@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -49,7 +50,7 @@ def broken_off() -> Any:
 
 
 async def test_calls_are_made_and_answered(conductor: Conductor) -> None:
-    made = await asyncio.gather(*(conductor.call(f"call {i}", lambda i=i: i) for i in range(40)))
+    made = await asyncio.gather(*(conductor.call(f"call {i}", partial(int, i)) for i in range(40)))
     assert made == list(range(40))
 
 
