@@ -87,3 +87,13 @@ def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert default_cache_dir() == tmp_path / "cacheflow"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache" / "cacheflow"
+
+
+async def test_a_path_with_a_nul_is_refused() -> None:
+    """The message names the setting or option, before anything is opened."""
+    from cacheflow.storage_backends.nvme import NvmeBackend
+
+    with pytest.raises(ConfigError, match=r"cache_dir.*NUL"):
+        Settings(cache_dir="a\0b")
+    with pytest.raises(ConfigError, match=r"'path'.*NUL"):
+        await NvmeBackend.open({"path": "a\0b"})

@@ -117,6 +117,26 @@ async def test_a_history_that_grows_gives_way_and_comes_back(opened: Opened) -> 
         assert report.cached_tokens == 48
 
 
+async def test_memory_that_is_being_given_back_is_waited_for(opened: Opened) -> None:
+    """A session that is forgotten holds its memory until what is to be stored is copied."""
+    async with opened(kv_tokens=64) as play:
+        go = asyncio.Event()
+
+        async def hang() -> None:
+            await go.wait()
+
+        play.store.before_lookup = hang
+        session = play.flow.session("s")
+        await play.ask(session, prompt_of(50, 1))
+        forgetting = asyncio.create_task(session.forget())
+        await asyncio.sleep(0)
+        assert session.resident_tokens == 0
+        assert play.engine.open_requests != []
+        await play.ask(play.flow.session("new"), prompt_of(50, 2))
+        await forgetting
+        go.set()
+
+
 async def test_what_never_fits_is_refused(opened: Opened) -> None:
     """... once nobody else holds any memory, and what waits behind it goes on."""
     async with opened(kv_tokens=2 * 64) as play:
