@@ -34,7 +34,7 @@ async def put(arena: Arena, number: int) -> Slot:
     stored = make_object(number)
     arrival = Arrival(stored.info, (), loop.create_future(), loop.create_future())
     storing = asyncio.create_task(arena.store([arrival]))
-    slot = await arrival.opened
+    slot = await asyncio.wait_for(arrival.opened, 5.0)
     slot.lease.view[:] = stored.data
     arrival.filled.set_result(True)
     [result] = await storing
