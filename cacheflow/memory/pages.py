@@ -41,13 +41,18 @@ class HostPages:
     else whatever the kernel makes of the wish (``advised``).
 
     Raises:
-        ConfigError: ``pin`` is True and it cannot be pinned (None: pinned if possible).
+        ConfigError: there is not so much memory, or ``pin`` is True and it cannot be pinned (None:
+            pinned if possible).
     """
 
     __slots__ = ("_map", "address", "kind", "pages", "view")
 
     def __init__(self, nbytes: int, *, pin: bool | None, huge: bool = False) -> None:
-        self._map, self.pages = _map_huge(nbytes) if huge else (mmap.mmap(-1, nbytes), "normal")
+        try:
+            made = _map_huge(nbytes) if huge else (mmap.mmap(-1, nbytes), "normal")
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot have {nbytes} bytes of memory: ask for less") from error
+        self._map, self.pages = made
         self.view = memoryview(self._map)[:nbytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         pinned = pin is not False and _pin(self.address, nbytes)

@@ -190,7 +190,7 @@ def _read(path: Path, model: str) -> Contents:
         text = json.loads(data)
         contents = Contents([int(t) for t in text["tokens"]], tuple(map(str, text["chunks"])))
         version, theirs = text["format"], text["model"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise IntegrityError(f"{path / _TOKENS} is damaged: {error}") from None
     if version != _FORMAT:
         raise ConfigError(f"import from {path}: format {version}, this version reads {_FORMAT}")

@@ -140,8 +140,12 @@ class CacheFlow:
         keys = await self.keys_in_pieces(owner.root, contents.tokens, ())
         made = self.new_session(session_id, owner, ttl, priority)
         tiers = sorted(self.backends.values(), key=lambda t: not t.capabilities.persistent)
-        if tiers:
-            await load_session(Path(path), contents, keys, owner.stamp, tiers[0])
+        try:
+            if tiers:
+                await load_session(Path(path), contents, keys, owner.stamp, tiers[0])
+        except BaseException:
+            self.discard(made, ())  # its id is free again at once
+            raise
         made.begin_with(contents.tokens, keys)
         return made
 

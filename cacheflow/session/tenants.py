@@ -34,6 +34,10 @@ def tenant_of(name: str, settings: Settings, engine: Engine) -> Tenant:
     """
     if not isinstance(name, str):
         raise ConfigError(f"a tenant's name is text, got {type(name).__name__}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a tenant's name is Unicode text: {error.reason}") from None
     salt = tenant_salt(settings.salt_bytes, name)
     stamp = replace(stamp_of(settings, engine), tenant_id=tenant_id(salt))
     return Tenant(name, key_root(engine.identity, salt), stamp)

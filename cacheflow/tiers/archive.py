@@ -23,7 +23,7 @@ import aiofiles
 import aiofiles.os
 
 from cacheflow.errors import BackendError, CapacityError, ConfigError, IntegrityError
-from cacheflow.kv import decode_header, format_name, parse_name, verify
+from cacheflow.kv import MAX_HEADER_BYTES, decode_header, format_name, parse_name, verify
 from cacheflow.memory import StagingPool
 from cacheflow.types import Read, TransferStatus, Write
 
@@ -192,6 +192,7 @@ class Archived:
             raise IntegrityError(str(error)) from None
         if not self.nbytes:
             raise IntegrityError("the object is empty")
+        await self._check_size(key)
         pool = StagingPool(self.nbytes)
         try:
             with await pool.lease(self.nbytes) as lease:
@@ -200,6 +201,14 @@ class Archived:
                 yield await asyncio.to_thread(_verify_whole, key, lease.view), lease
         finally:
             await pool.aclose()
+
+    async def _check_size(self, key: ObjectKey) -> None:
+        """Before there is memory for it: a file with holes can claim any."""
+        start = await self._file.tell()
+        info = decode_header(await self._file.read(min(self.nbytes, MAX_HEADER_BYTES)), expect=key)
+        if info.nbytes != self.nbytes:
+            raise IntegrityError(f"{self.nbytes} bytes, its header says {info.nbytes}")
+        await self._file.seek(start)
 
 
 async def read_archive(archive: Path) -> AsyncGenerator[Archived, None]:

@@ -96,15 +96,16 @@ def read_token(options: PoolOptions) -> bytes:
     """The token; empty if there is none. Reads a file.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or is no text.
     """
     if options.token_file is None:
         return os.environ.get(TOKEN_VARIABLE, "").encode()
     try:
         return options.token_file.read_text(encoding="utf-8").strip().encode()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
-            f"storage backend 'pool', option 'token_file' ({options.token_file}): {error.strerror}"
+            f"storage backend 'pool', option 'token_file' ({options.token_file}): {reason}"
         ) from error
 
 

@@ -60,9 +60,13 @@ def serve(
 
 def _read_token(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise typer.BadParameter(f"{path}: {error.strerror}") from None
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise typer.BadParameter(f"{path}: {reason}") from None
+    if not token:  # a store without one takes everybody: nobody means that who names a file
+        raise typer.BadParameter(f"{path}: there is no token in it")
+    return token
 
 
 async def _serve(given: dict[str, Any]) -> None:

@@ -92,6 +92,13 @@ class Leases(RuleBasedStateMachine):
 TestLeases = Leases.TestCase
 
 
+@pytest.mark.parametrize("huge", [False, True])
+def test_memory_that_nobody_has_is_refused(huge: bool) -> None:
+    """With the number of bytes, for a person who wrote TiB for GiB."""
+    with pytest.raises(ConfigError, match=f"{1 << 60} bytes"):
+        StagingPool(1 << 60, pin=False, huge=huge)
+
+
 async def test_waiters_are_served_in_order() -> None:
     """A small lease does not overtake a large one that waits longer."""
     pool = StagingPool(4 * PAGE)

@@ -11,8 +11,10 @@ from unittest import mock
 from urllib.request import urlopen
 
 import pytest
+import typer
 
 from cacheflow.cli.checks import Verdict, _pool
+from cacheflow.cli.store.serving import serve
 from cacheflow.errors import BackendError, ConfigError
 from cacheflow.kv import decode_header, encode_header
 from cacheflow.memory import buffer_from
@@ -180,6 +182,15 @@ async def test_a_store_with_a_token_takes_only_who_says_it(
         monkeypatch.setenv("CACHEFLOW_POOL_TOKEN", "")
         async with client(server, token_file=str(file)) as backend:
             assert await there(backend, [make_object(1)]) == [0]
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xb9\xff"])
+def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: bytes) -> None:
+    """A store that was meant to have a token never runs without one."""
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    with pytest.raises(typer.BadParameter, match=str(file)):
+        serve(token_file=file)
 
 
 async def test_tls_on_side_channel_and_lanes(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import stat
 from typing import TYPE_CHECKING
 
@@ -104,6 +106,7 @@ async def test_folders_that_cannot_be_taken(opened: Opened, tmp_path: Path) -> N
             ({"model": "00" * 16}, ConfigError, "another model"),
             ({"format": 99}, ConfigError, "format 99"),
             ({"tokens": "x"}, IntegrityError, "damaged"),
+            ({"tokens": [math.inf]}, IntegrityError, "damaged"),
             ({"tokens": [-1]}, ConfigError, "position 0"),
         ):
             kept = json.loads((folder / "session.json").read_text())
@@ -114,6 +117,30 @@ async def test_folders_that_cannot_be_taken(opened: Opened, tmp_path: Path) -> N
         await play.flow.import_session(folder, "t")
         with pytest.raises(ConfigError, match="'t' already"):
             await play.flow.import_session(folder, "t")
+
+
+async def test_an_archive_that_claims_too_much(opened: Opened, tmp_path: Path) -> None:
+    """A file with a hole of 2 TiB is no object: no memory is taken for it, the history comes. One
+    that is cut short is said, and leaves the session's id free."""
+    folder = tmp_path / "out"
+    await export(opened, folder)
+    archive = folder / "chunks.cacheflow"
+    whole = await asyncio.to_thread(archive.read_bytes)
+
+    def inflate() -> None:
+        at = len(b"CFLWAR1\n")
+        at += 2 + int.from_bytes(whole[at : at + 2], "little")
+        archive.write_bytes(whole[:at] + (2 << 40).to_bytes(8, "little") + whole[at + 8 :])
+        os.truncate(archive, at + 8 + (2 << 40))
+
+    await asyncio.to_thread(inflate)
+    async with opened() as play:
+        with pytest.raises(IntegrityError, match="cut short after 1 ") as caught:
+            await play.flow.import_session(folder, "t")
+        await asyncio.to_thread(archive.write_bytes, whole)
+        session = await play.flow.import_session(folder, "t")
+        assert session.id == "t"
+        assert caught.tb  # and with it the frames that know the session that was not made
 
 
 async def test_an_export_never_overwrites(opened: Opened, tmp_path: Path) -> None:

@@ -116,6 +116,13 @@ async def test_what_was_to_be_stored_is_stored_before_a_cut(opened: Opened) -> N
         assert report.cached_tokens == 144
 
 
+async def test_a_tenant_is_called_by_text(opened: Opened) -> None:
+    """Half of a surrogate pair is none, and makes no key."""
+    async with opened() as play:
+        with pytest.raises(ConfigError, match="tenant"):
+            play.flow.session("s", tenant="\ud800")
+
+
 async def test_tenants_share_nothing(opened: Opened) -> None:
     """Not in memory, not in a tier, not by name; each under a salt of its own."""
     async with opened(salt="operator") as play:
