@@ -19,16 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["asyncio_copy", "running_reference", "thread_copy"]
 
 
+_BLOCKS = 16
+"""As many as the store has objects: one block sent again and again would come out of a cache."""
+
+
 def serve(size: int) -> None:
     """Until it is killed; prints its port."""
-    data = memoryview(bytearray(size))
+    blocks = [memoryview(bytearray(b"x" * size)) for _ in range(_BLOCKS)]
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
 
     def answer(connection: socket.socket) -> None:
         with connection:
+            number = connection.fileno()  # each connection begins elsewhere
             while connection.recv(1):
-                connection.sendall(data)
+                connection.sendall(blocks[number % _BLOCKS])
+                number += 1
 
     while True:
         connection, _ = listener.accept()
