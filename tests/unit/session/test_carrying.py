@@ -140,7 +140,7 @@ async def test_an_archive_that_claims_too_much(opened: Opened, tmp_path: Path) -
         await asyncio.to_thread(archive.write_bytes, whole)
         session = await play.flow.import_session(folder, "t")
         assert session.id == "t"
-        assert caught.tb  # and with it the frames that know the session that was not made
+        assert caught.traceback  # and with it the frames that know the session that was not made
 
 
 async def test_an_export_never_overwrites(opened: Opened, tmp_path: Path) -> None:
