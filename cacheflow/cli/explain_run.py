@@ -128,14 +128,17 @@ class _Reader:
         self.engine = engine
 
     def read(self, path: Path) -> list[int]:
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from None
         if path.suffix != ".json":
             if self.engine.tokenizer is None:
                 raise ConfigError(f"{path} is text, and the model has no tokenizer")
             return list(self.engine.tokenizer(text).input_ids)
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}") from None
         value = value.get("messages", value) if isinstance(value, dict) else value
         if isinstance(value, list) and all(type(token) is int for token in value):

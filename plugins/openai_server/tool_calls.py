@@ -113,7 +113,7 @@ def _parse(text: str) -> list[Call]:
     """The calls in a JSON document; none if it is something else."""
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     calls = [_call(entry) for entry in (document if isinstance(document, list) else [document])]
     return [call for call in calls if call] if all(calls) else []

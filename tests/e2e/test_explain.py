@@ -119,9 +119,14 @@ def test_another_prompt_tenant_or_model(
 
 def test_bad_prompts_are_refused(explain: Explain, tmp_path: Path, model_folder: Path) -> None:
     """What is no prompt, or no store, ends with a message that names it."""
-    for content, says in (("{", "is not JSON"), ('[1, "a"]', "neither token ids nor messages")):
+    for content, says in (
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"\xff", "is not UTF-8 text"),
+        (b'[1, "a"]', "neither token ids nor messages"),
+    ):
         path = tmp_path / "bad.json"
-        path.write_text(content)
+        path.write_bytes(content)
         command = ["explain", str(path), "-f", str(explain.store), "--model", str(model_folder)]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2

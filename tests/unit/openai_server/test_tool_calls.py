@@ -84,3 +84,9 @@ def test_calls_have_ids_of_their_own() -> None:
 def test_arguments_that_are_no_json_stay_as_they_were(written: str) -> None:
     """Whatever is wrong with them: a model wrote them, and its client sends them back."""
     assert plain_call("c", "f", written)["function"]["arguments"] == written
+
+
+def test_a_call_nested_without_end_is_text() -> None:
+    """What a model says is never the server's failure."""
+    said = f"<tool_call>{'[' * 100_000}</tool_call>"
+    assert found([said]) == [said]
