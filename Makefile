@@ -11,15 +11,15 @@ WORKERS ?= auto
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 TREE := build/tree
-BENCHES := $(filter-out bench-vllm, \
-    $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py)))
+BENCHES := $(filter-out bench-vllm, $(subst _,-, \
+    $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))))
 CODE := cacheflow storage_backends plugins tests benchmarks examples dashboards
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benches start many processes: each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm lint format typecheck layers tree bench dashboards setup wheel clean distclean
+.PHONY: $(BENCHES) help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm lint format typecheck layers tree bench dashboards setup wheel clean distclean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -64,8 +64,8 @@ layers: $(VENV)/.dev tree
 
 bench: $(BENCHES) ## All benchmarks, one after the other
 
-bench-%: benchmarks/bench_%.py $(VENV)/.dev
-	$(RUN) $< $(ARGS)
+$(BENCHES): bench-%: $(VENV)/.dev
+	$(RUN) benchmarks/bench_$(subst -,_,$*).py $(ARGS)
 
 dashboards: $(VENV)/.dev ## Write dashboards/grafana/*.json from dashboards/source
 	$(RUN) dashboards/source/generate.py

@@ -33,6 +33,7 @@ _INSTALL: Final[Mapping[str, str]] = {
     "object-store": "pip install 'cacheflow-kv[object-store]'",
     "openai": "pip install 'cacheflow-kv[server]'",
     "pool": "pip install 'cacheflow-kv[pool]'",
+    "tcp": "pip install 'cacheflow-kv[pool]'",
     "transformers": "pip install 'cacheflow-kv[transformers]'",
 }
 """How to get what one of our own names needs."""

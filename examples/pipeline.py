@@ -27,11 +27,17 @@ async def main(folder: Path) -> None:
             tokens = [token async for token in turns]
             done = report.restoration
             if done is not None:
+                layers = engine.shard.layers
+                restored = (
+                    f"{done.recomputed_share:.0%} of {done.prefix_tokens} stored tokens recomputed "
+                    f"all the same, {done.hidden_chunks} activations loaded"
+                    if done.prefix_tokens
+                    else "nothing was stored"
+                )
                 print(
-                    f"{turn}, stage {rank} (layers {engine.shard.layers}): first token after "
-                    f"{report.ttft_seconds:.2f} s, {done.recomputed_share:.0%} of "
-                    f"{done.prefix_tokens} tokens recomputed, {done.hidden_chunks} activations "
-                    f"loaded: {engine.tokenizer.decode(tokens)[:40]!r}"
+                    f"{turn}, stage {rank} (layers {layers.start}-{layers.stop - 1}): first token "
+                    f"after {report.ttft_seconds:.2f} s, {restored}; the model goes on with the "
+                    f"source it read: {engine.tokenizer.decode(tokens)[:40]!r}"
                 )
             await flow.flush()
             await session.forget()

@@ -26,8 +26,9 @@ async def main(store: str) -> None:
                 text = engine.tokenizer.decode([token], skip_special_tokens=True)
                 print(text, end="", flush=True)
             if report.restoration:
-                share = f"{report.restoration.recomputed_share:.0%} of those recomputed"
-                print(f"\n  {len(prompt)} tokens, {report.cached_tokens} of them stored, {share};")
+                share = f"{report.restoration.recomputed_share:.0%}"
+                print(f"\n  {len(prompt)} tokens, {report.cached_tokens} of them stored;")
+                print(f"  {share} of what can be stored was computed, the rest loaded;")
                 print(f"  first token of the answer after {report.ttft_seconds:.2f} s")
             await flow.flush()  # until all of it is stored
             await session.forget()  # the KV is gone from memory; what was stored stays

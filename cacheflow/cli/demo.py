@@ -28,6 +28,8 @@ _QUICK_TOKENS: Final = 1024
 _LEAST_TOKENS: Final = 512
 _RESERVE: Final = 256
 """Tokens of the context kept free for the last turn and its answer."""
+_DRIFT: Final = 0.25
+"""Loads beside compute slow it down by a tenth on a small machine: that is the way's own cost."""
 _DRAWN: Final = "1:1"
 """The link whose run is drawn, if it is among those tried; else the last one."""
 
@@ -236,6 +238,14 @@ def _conclude(result: dict[str, Any], screen: Screen) -> None:
         "and load\nalone in this run. KV cells exact: byte for byte those of the run that never "
         "forgot (loaded) or of\na cold recompute (recomputed)."
     )
+    drifts = [row["drift"] for row in result["rows"] if row["drift"] is not None]
+    if any(abs(drift - 1) > _DRIFT for drift in drifts):
+        worst = max(drifts, key=lambda drift: abs(drift - 1))
+        screen.note(
+            f"The machine's speed changed meanwhile: the same tiles took {worst:.2f} times as long "
+            "as when\nrecompute was measured. Do not read the speed-ups; run it again when the "
+            "machine is quiet."
+        )
     if result["files"]:
         files = " and ".join(result["files"])
         screen.note(f"timeline: {files} (open the JSON at ui.perfetto.dev)")

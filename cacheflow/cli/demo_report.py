@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
     from cacheflow.types import Event, Tile
 
-__all__ = ["ADAPTIVE", "Link", "Row", "cell_seconds", "fluid", "parse_links", "results_table"]
+__all__ = [
+    "ADAPTIVE",
+    "Link",
+    "Row",
+    "cell_seconds",
+    "drift",
+    "fluid",
+    "parse_links",
+    "results_table",
+]
 
 ADAPTIVE: Final = "adaptive"
 _WAYS: Final = {"recompute": "recompute", "load": "load", ADAPTIVE: "CacheFlow"}
@@ -62,6 +71,9 @@ class Row:
     """TTFT of the better single way / this TTFT."""
     efficiency: float | None = None
     """Fluid bound / measured, of the restore."""
+    drift: float | None = None
+    """Seconds of the cells it recomputed / what recompute alone took for them: about 1, unless the
+    machine's speed changed between the two."""
 
     @property
     def sound(self) -> bool:
@@ -109,6 +121,14 @@ def cell_seconds(events: Iterable[Event]) -> dict[tuple[int, int], float]:
             for layer, (start, stop) in zip(event.layers, ends, strict=True):
                 cells[event.tile, layer] = stop - start
     return cells
+
+
+def drift(
+    alone: Mapping[tuple[int, int], float], again: Mapping[tuple[int, int], float]
+) -> float | None:
+    """What the cells computed ``again`` took, over what they took ``alone``; None without any."""
+    both = alone.keys() & again.keys()
+    return sum(again[cell] for cell in both) / sum(alone[cell] for cell in both) if both else None
 
 
 def fluid(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from cacheflow.cli.demo_proof import Proof, cell_digests
-from cacheflow.cli.demo_report import ADAPTIVE, Link, Row, cell_seconds, fluid
+from cacheflow.cli.demo_report import ADAPTIVE, Link, Row, cell_seconds, drift, fluid
 from cacheflow.cli.demo_screen import cells_in
 from cacheflow.cli.demo_talk import FINAL_QUESTION, Talk, turns
 from cacheflow.costs import ComputeModel
@@ -217,8 +217,9 @@ class Demo:
         assert self.recompute is not None
         assert self.proof is not None
         restoration = run.restoration
-        speedup = efficiency = None
+        speedup = efficiency = moved = None
         if single is not None:
+            moved = drift(cell_seconds(self.recompute.events), cell_seconds(run.events))
             speedup = min(way.ttft for way in single) / run.ttft
             efficiency = self._fluid(*single) / restoration.restored_seconds
         seconds = self.recompute.restoration.restored_seconds
@@ -236,6 +237,7 @@ class Demo:
             canonical_identical=self.proof.canonical_identical(run.digests),
             speedup=speedup,
             efficiency=efficiency,
+            drift=moved,
         )
 
     def _fluid(self, recompute: Result, load: Result) -> float:

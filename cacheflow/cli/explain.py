@@ -26,7 +26,9 @@ def explain(
     prompt: Annotated[
         Path,
         typer.Argument(
-            help="Text, or JSON: token ids, or messages with role and content.", **_FILE
+            metavar="FILE",
+            help="Text, or JSON: token ids, or messages with role and content.",
+            **_FILE,
         ),
     ],
     before: Annotated[

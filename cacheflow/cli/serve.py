@@ -19,7 +19,9 @@ __all__ = ["serve"]
 
 
 def serve(
-    model: Annotated[Path, typer.Option(help="Folder of the model.", show_default=False)],
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the model (default: SmolLM2-135M-Instruct).")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any.")] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,

@@ -103,6 +103,9 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         reason = first.get("ctx", {}).get("error", "")
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     param = _path(where)
+    if not param and first.get("type") == "model_attributes_type":
+        message = "the body is not read as a JSON object: send Content-Type: application/json"
+        return ApiError(400, message, code="invalid_json")
     if first.get("type") == "extra_forbidden":
         message = f"unrecognized request argument: {param}"
         return ApiError(400, message, code="unknown_parameter", param=param)

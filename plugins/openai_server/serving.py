@@ -40,14 +40,15 @@ _log = logging.getLogger("cacheflow.server")
 
 
 async def serve(
-    model: Path,
+    model: Path | None,
     *,
     engine: str = "transformers",
     engine_options: Mapping[str, Any] | None = None,
     settings: Settings | None = None,
     server: Mapping[str, Any] | None = None,
 ) -> None:
-    """Serve the model in the folder ``model`` until a signal ends it.
+    """Serve the model in the folder ``model`` (None: the engine's small one) until a signal ends
+    it.
 
     ``server``: server settings by name; the rest comes from the environment.
 
@@ -57,12 +58,20 @@ async def serve(
     options = ServerSettings(**(server or {}))
     factory = cast("Any", await asyncio.to_thread(load_engine, engine))
     async with AsyncExitStack() as stack:
+        if model is None:
+            if not hasattr(factory, "small_model"):
+                raise ConfigError(f"engine {engine!r} brings no model along: give --model")
+            model = await asyncio.to_thread(factory.small_model)
         opened = await factory.open_model(model, **(engine_options or {}))
         stack.push_async_callback(opened.aclose)
         name = options.model_name or await asyncio.to_thread(_folder_name, model)
-        service = await stack.enter_async_context(
-            opened_service(opened, name, settings or Settings(), options)
-        )
+        settings = settings or Settings()
+        service = await stack.enter_async_context(opened_service(opened, name, settings, options))
+        tiers = ", ".join(f"{tier.name} ({tier.backend})" for tier in settings.tiers)
+        if tiers:
+            _log.info("model %s; tiers: %s", name, tiers)
+        else:
+            _log.warning("model %s; no tier: what leaves memory is computed again (--store)", name)
         await _listen(service)
 
 

@@ -8,7 +8,15 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from cacheflow.cli.demo_report import Link, Row, cell_seconds, fluid, parse_links, results_table
+from cacheflow.cli.demo_report import (
+    Link,
+    Row,
+    cell_seconds,
+    drift,
+    fluid,
+    parse_links,
+    results_table,
+)
 from cacheflow.errors import ConfigError
 from cacheflow.types import LayersComputed, Span, Tile
 
@@ -48,6 +56,13 @@ def test_bandwidth_puts_compute_to_io_at_the_ratio() -> None:
     assert bandwidth is not None
     assert 300 / bandwidth == pytest.approx(30.0)
     assert Link("raw", None).bandwidth(300, 10.0) is None
+
+
+def test_a_machine_that_changed_its_speed_is_noticed() -> None:
+    """Only cells that both computed are compared."""
+    alone = {(0, 0): 1.0, (0, 1): 1.0, (1, 0): 3.0}
+    assert drift(alone, {(0, 0): 1.5, (0, 1): 2.5}) == pytest.approx(2.0)
+    assert drift(alone, {(2, 0): 1.5}) is None
 
 
 def test_fluid_bound_from_layer_times() -> None:
