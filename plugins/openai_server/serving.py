@@ -58,13 +58,12 @@ async def serve(
     options = ServerSettings(**(server or {}))
     factory = cast("Any", await asyncio.to_thread(load_engine, engine))
     async with AsyncExitStack() as stack:
-        if model is None:
-            if not hasattr(factory, "small_model"):
-                raise ConfigError(f"engine {engine!r} brings no model along: give --model")
-            model = await asyncio.to_thread(factory.small_model)
-        opened = await factory.open_model(model, **(engine_options or {}))
+        if model is None and not hasattr(factory, "small_model"):
+            raise ConfigError(f"engine {engine!r} brings no model along: give --model")
+        folder: Path = model or await asyncio.to_thread(factory.small_model)
+        opened = await factory.open_model(folder, **(engine_options or {}))
         stack.push_async_callback(opened.aclose)
-        name = options.model_name or await asyncio.to_thread(_folder_name, model)
+        name = options.model_name or await asyncio.to_thread(_folder_name, folder)
         settings = settings or Settings()
         service = await stack.enter_async_context(opened_service(opened, name, settings, options))
         tiers = ", ".join(f"{tier.name} ({tier.backend})" for tier in settings.tiers)

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from cacheflow.clock import SystemClock
 from cacheflow.testing.faults import Fault, FaultyBackend
 from cacheflow.testing.objects import StoredObject, aligned_buffer, make_object
 from cacheflow.testing.storage import MemoryBackend
@@ -49,6 +50,13 @@ class Rig:
                         return event
                 self.told.clear()
                 await self.told.wait()
+
+    async def until_a_write_may_probe(self) -> None:
+        """The wait is over by the tier's own clock: a timer of the loop may end a moment early."""
+        clock = SystemClock()
+        # Nothing but time ends this wait.
+        while (left := self.tier.writing.retry_at - clock.now()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)
 
     async def load(
         self, objects: Sequence[StoredObject] = OBJECTS, hold: InFlight | None = None

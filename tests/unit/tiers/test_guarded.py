@@ -195,7 +195,7 @@ async def test_a_store_that_cannot_be_written_is_still_read() -> None:
         assert await r.found() == 6
         assert statuses(await r.load()) == {OK}
         r.faulty.heal()
-        await asyncio.sleep(r.tier.writing.wait)
+        await r.until_a_write_may_probe()
         assert statuses(await r.tier.store(writes)) == {OK}
         await r.until(TierUp, "store")
         assert statuses(await r.tier.store(writes)) == {OK}
@@ -217,7 +217,7 @@ async def test_a_write_that_hangs_is_late_and_its_parts_stay_held() -> None:
         hold = InFlight()
         assert statuses(await r.tier.store([OBJECTS[0].write(hold=hold)])) == {LATE}
         assert hold.in_flight == 2
-        await asyncio.sleep(r.tier.writing.wait)
+        await r.until_a_write_may_probe()
         assert statuses(await r.tier.store([OBJECTS[0].write(hold=hold)])) == {LATE}
         assert r.tier.writing.wait == 0.02
         r.faulty.release()
@@ -230,7 +230,7 @@ async def test_a_probe_write_that_is_cancelled_says_nothing() -> None:
         r.faulty.inject(Fault(FaultKind.HANG, "store", times=2))
         await r.tier.store([OBJECTS[0].write()])
         r.faulty.release()
-        await asyncio.sleep(r.tier.writing.wait)
+        await r.until_a_write_may_probe()
         task = asyncio.create_task(r.tier.store([OBJECTS[0].write()]))
         await r.faulty.hanging.wait()
         task.cancel()
