@@ -60,7 +60,7 @@ async def serve(
     async with AsyncExitStack() as stack:
         if model is None and not hasattr(factory, "small_model"):
             raise ConfigError(f"engine {engine!r} brings no model along: give --model")
-        folder: Path = model or await asyncio.to_thread(factory.small_model)
+        folder = model if model else cast("Path", await asyncio.to_thread(factory.small_model))
         opened = await factory.open_model(folder, **(engine_options or {}))
         stack.push_async_callback(opened.aclose)
         name = options.model_name or await asyncio.to_thread(_folder_name, folder)
