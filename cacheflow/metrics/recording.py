@@ -100,7 +100,7 @@ def read_events(path: Path) -> Iterator[Event]:
                     yield _event(json.loads(line))
                 except (ValueError, TypeError, KeyError) as error:
                     raise IntegrityError(
-                        f"{path}, line {number} is not an EventRecorder's event: {error}"
+                        f"{path}, line {number} is not an event as recorded: {error}"
                     ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"events cannot be read from {path}: {error}") from error
