@@ -118,7 +118,7 @@ class Load:
 
         async def listen() -> None:
             stream = session.generate(prompt, max_new_tokens=MOST_NEW, report=report)
-            async with aclosing(stream) as tokens:  # type: ignore[type-var]
+            async with aclosing(stream) as tokens:
                 async for token in tokens:
                     said.tokens.append(token)
                     if len(said.tokens) == leave:

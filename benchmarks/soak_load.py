@@ -221,7 +221,7 @@ class Soak:
             seen = 0
             self.ledger.reads += len(reads)
             try:
-                async with aclosing(self.tiers[name].load(reads)) as results:  # type: ignore[type-var]
+                async with aclosing(self.tiers[name].load(reads)) as results:
                     async for result in results:
                         seen += 1
                         if self._is_good(name, by_key, result):

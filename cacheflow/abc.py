@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 
 from cacheflow.types import Claim, TileWork
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from cacheflow.types import (
         Agreement,
@@ -89,7 +89,7 @@ class StorageBackend(ABC):
         """
 
     @abstractmethod
-    def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         """Run the reads; yield each as it ends, in any order. Storage errors are results.
 
         Closing the iterator early abandons the rest: queued reads are dropped, running ones end on
@@ -123,7 +123,7 @@ class StorageBackend(ABC):
         """Remove objects; True where there was one. Reads already running still see old bytes."""
 
     @abstractmethod
-    def scan(self) -> AsyncIterator[ChunkInfo]:
+    def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         """Every valid object in the store, in any order: how an index is rebuilt."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.types import Buffer, Capabilities, Lent, Loan, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from cacheflow.types import ChunkInfo, ChunkKey, Extent, ObjectKey, Read, Write
 
@@ -72,7 +72,7 @@ class DramBackend(StorageBackend):
         self._check()
         return [[o.info for o in self._objects.get(key, {}).values()] for key in keys]
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         self._check()
         check_reads(reads)
         # Resolved and held before the first await: what is replaced meanwhile is still read whole.
@@ -122,7 +122,7 @@ class DramBackend(StorageBackend):
         self._check()
         return [self._remove(key) for key in keys]
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         self._check()
         for shards in list(self._objects.values()):
             for item in list(shards.values()):

@@ -23,7 +23,7 @@ from cacheflow.storage_backends.options import Options
 from cacheflow.types import TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from cacheflow.types import (
         Buffer,
@@ -167,7 +167,7 @@ class ThrottledBackend(StorageBackend):
             await asyncio.sleep(self.link.latency)
         return await self.inner.lookup(keys)
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         self._check()
         for read in reads:  # before the first await; the inner backend starts in a task, later
             read.buffer.hold.acquire()
@@ -213,7 +213,7 @@ class ThrottledBackend(StorageBackend):
     ) -> int:
         """Take the inner results as they end, and put each in ``arrivals`` when it is due."""
         count = 0
-        async with aclosing(self.inner.load(reads)) as results:  # type: ignore[type-var]  # a generator, which the contract does not promise
+        async with aclosing(self.inner.load(reads)) as results:
             async for result in results:
                 count += 1
                 transfer = transfers[id(result.request)].pop(0)
@@ -244,7 +244,7 @@ class ThrottledBackend(StorageBackend):
         self._check()
         return await self.inner.delete(keys)
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         self._check()
         async for info in self.inner.scan():
             yield info

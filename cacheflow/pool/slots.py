@@ -20,7 +20,7 @@ from cacheflow.types import Buffer, Capabilities, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
     from cacheflow.memory import InFlight
     from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read
@@ -107,7 +107,7 @@ class Arena(StorageBackend):
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         return [[slot.info for slot in self._objects.get(key, {}).values()] for key in keys]
 
-    def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         """Slots are leased and read where they are."""
         raise BackendError("slots are leased, not loaded", operation="load", context=self.name)
 
@@ -166,7 +166,7 @@ class Arena(StorageBackend):
         slot.lease.release()
         return True
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         for slot in list(self.slots()):
             yield slot.info
 

@@ -19,7 +19,7 @@ from cacheflow.tiers import Guarded, Tier
 from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from cacheflow.clock import Clock
     from cacheflow.pool.slots import Arena, Slot
@@ -105,7 +105,7 @@ class Spill:
     async def read(self, info: ChunkInfo, slot: Slot) -> bool:
         """Fill ``slot`` with the object; False if it cannot be had. A bad one is deleted."""
         try:
-            async with aclosing(self.tier.load([Read(info.key, 0, slot.lease.buffer)])) as results:  # type: ignore[type-var]
+            async with aclosing(self.tier.load([Read(info.key, 0, slot.lease.buffer)])) as results:
                 async for result in results:
                     if result.status is not TransferStatus.OK:
                         return False
@@ -119,9 +119,9 @@ class Spill:
             return False
         return True
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         """Everything on disk that is not in the arena."""
-        async with aclosing(self.tier.scan()) as infos:  # type: ignore[type-var]
+        async with aclosing(self.tier.scan()) as infos:
             async for info in infos:
                 if self._arena.find(info.key) is None:
                     yield info

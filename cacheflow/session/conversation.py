@@ -23,7 +23,7 @@ from cacheflow.session.resident import Resident
 from cacheflow.session.turn import Ask, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 
     from cacheflow.session.flow import CacheFlow
     from cacheflow.session.prompts import Prompt
@@ -108,7 +108,7 @@ class Conversation:
         sampling: Sampling | None = None,
         save: bool = True,
         report: Generation | None = None,
-    ) -> AsyncIterator[int]:
+    ) -> AsyncGenerator[int, None]:
         """Tokens after ``prompt`` (the whole history), as they are made.
 
         ``prompt``: token ids, or chat messages, which the model's template renders together with
@@ -206,7 +206,7 @@ class Conversation:
                     self._after(turn)
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _alone(self) -> AsyncGenerator[None]:
         self._asking += 1
         try:
             async with self._busy:

@@ -26,7 +26,7 @@ from cacheflow.testing.fault_schedule import Fault, FaultKind, Schedule
 from cacheflow.types import Read, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
     from cacheflow.clock import Clock
     from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, StorePart, Write
@@ -118,7 +118,7 @@ class FaultyBackend(StorageBackend):
         found = await self.inner.lookup(keys)
         return found[: len(keys) // 2] if fault is not None else found
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         self._check()
         held = Counter(map(id, reads))
         for read in reads:
@@ -128,14 +128,14 @@ class FaultyBackend(StorageBackend):
             struck = self._strike_each("load", len(reads))
             faults = {id(read): fault for read, fault in zip(reads, struck, strict=True) if fault}
             hung = [read for read in reads if _kind(faults, read) is FaultKind.HANG]
-            async with aclosing(self._load(reads, faults)) as results:  # type: ignore[type-var]
+            async with aclosing(self._load(reads, faults)) as results:
                 async for result in results:
                     _let_go(held, result.request)
                     yield result
             if hung:
                 await self._hang()
                 late, hung = hung, []
-                async with aclosing(self.inner.load(late)) as results:  # type: ignore[type-var]
+                async with aclosing(self.inner.load(late)) as results:
                     async for result in results:
                         _let_go(held, result.request)
                         yield result
@@ -147,7 +147,7 @@ class FaultyBackend(StorageBackend):
 
     async def _load(
         self, reads: Sequence[Read], faults: Mapping[int, Fault]
-    ) -> AsyncIterator[TransferResult]:
+    ) -> AsyncGenerator[TransferResult, None]:
         """All that does not hang: errors first, the rest as the store gives it."""
         kinds = {id(read): _kind(faults, read) for read in reads}
         for read in reads:
@@ -156,7 +156,7 @@ class FaultyBackend(StorageBackend):
         rest = [read for read in reads if kinds[id(read)] in _PASS]
         raises = FaultKind.RAISE in kinds.values()
         given = 0
-        async with aclosing(self.inner.load(rest)) as results:  # type: ignore[type-var]
+        async with aclosing(self.inner.load(rest)) as results:
             async for result in results:
                 if raises and given >= len(rest) // 2:
                     break
@@ -204,7 +204,7 @@ class FaultyBackend(StorageBackend):
         await self._call("delete")
         return await self.inner.delete(keys)
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         self._check()
         await self._call("scan")
         async for info in self.inner.scan():

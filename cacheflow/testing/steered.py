@@ -19,7 +19,7 @@ from cacheflow.registry import load_backend
 from cacheflow.types import TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, TransferResult, Write
 
@@ -70,7 +70,7 @@ class SteeredStore(StorageBackend):
         await asyncio.sleep(float(wishes.get("lookup", 0.0)))
         return await self.inner.lookup(keys)
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         for read in reads:
             read.buffer.hold.acquire()
         try:
@@ -116,7 +116,7 @@ class SteeredStore(StorageBackend):
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return await self.inner.delete(keys)
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         async for info in self.inner.scan():
             yield info
 

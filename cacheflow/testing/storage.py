@@ -12,7 +12,7 @@ from cacheflow.kv import decode_header
 from cacheflow.types import Capabilities, Read, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
     from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Write
 
@@ -44,7 +44,7 @@ class MemoryBackend(StorageBackend):
         infos = [decode_header(memoryview(data)) for data in self.objects.values()]
         return [[info for info in infos if info.key.chunk == key] for key in keys]
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         for read in reads:
             read.buffer.hold.acquire()
         waiting = list(reads)
@@ -91,7 +91,7 @@ class MemoryBackend(StorageBackend):
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return [self.objects.pop(key, None) is not None for key in keys]
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         for data in list(self.objects.values()):
             yield decode_header(memoryview(data))
 

@@ -20,7 +20,7 @@ from cacheflow.memory import buffer_from
 from cacheflow.types import Codec, ObjectKind, TransferResult, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from cacheflow.types import Buffer, ChunkInfo, ChunkKey, ObjectKey, Read, StorePart
@@ -109,7 +109,7 @@ class Encoded(StorageBackend):
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         return await self.inner.lookup(keys)
 
-    def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         return self.inner.load(reads)
 
     def distrust(self, keys: Sequence[ObjectKey]) -> None:
@@ -130,7 +130,7 @@ class Encoded(StorageBackend):
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return await self.inner.delete(keys)
 
-    def scan(self) -> AsyncIterator[ChunkInfo]:
+    def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         return self.inner.scan()
 
     async def used_bytes(self) -> int:

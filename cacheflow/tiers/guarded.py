@@ -28,7 +28,7 @@ from cacheflow.types import Lent, Loan, Read, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import (
-        AsyncIterator,
+        AsyncGenerator,
         Awaitable,
         Callable,
         Iterable,
@@ -137,7 +137,7 @@ class Guarded(StorageBackend):
         now, about = self._clock.now(), self._doubts.about
         return [[info for info in infos if not about(info.key, now)] for infos in found]
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         """Reads that are not there by their deadline are LATE, those of a sick tier REFUSED."""
         self._check()
         if not self.reading.well:
@@ -152,7 +152,7 @@ class Guarded(StorageBackend):
         wrong: Ailment | None = None
         well = True
         try:
-            async with aclosing(self.inner.load(reads)) as results:  # type: ignore[type-var]
+            async with aclosing(self.inner.load(reads)) as results:
                 while len(ended) < len(reads):
                     with cutoff:
                         result = await anext(results, None)
@@ -314,10 +314,10 @@ class Guarded(StorageBackend):
         finally:
             self._dispel(keys)
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         self._check()
         self._check_well("scan")
-        async with aclosing(self.inner.scan()) as infos:  # type: ignore[type-var]
+        async with aclosing(self.inner.scan()) as infos:
             while (info := await self._names("scan", 1, anext(infos, None))) is not None:
                 yield info
 

@@ -110,7 +110,7 @@ class Keeper:
         self._scanned_at = stock.clock.now()
         found = set()
         with stock.changes.look() as look:
-            async with aclosing(stock.inner.scan()) as infos:  # type: ignore[type-var]
+            async with aclosing(stock.inner.scan()) as infos:
                 async for info in infos:
                     stock.listed(info, look)
                     found.add(info.key)

@@ -44,7 +44,7 @@ async def _read_header(backend: StorageBackend, info: ChunkInfo) -> None:
     memory, hold = memoryview(mmap.mmap(-1, info.payload_offset)), InFlight()
     buffer = buffer_from(memory, hold)
     try:
-        async with aclosing(backend.load([Read(info.key, 0, buffer)])) as results:  # type: ignore[type-var]
+        async with aclosing(backend.load([Read(info.key, 0, buffer)])) as results:
             found = [result async for result in results]
     finally:
         hold.when_idle(lambda: _let_go(memory))

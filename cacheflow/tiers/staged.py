@@ -21,7 +21,7 @@ from cacheflow.tiers.ranks import rank_of
 from cacheflow.types import Buffer, Capabilities, Lent, Loan, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from cacheflow.memory import Lease
@@ -115,7 +115,7 @@ class StagedCopies(StorageBackend):
         found = [self._copies.get(key) for key in keys]
         return [() if copy is None else (copy.write.info,) for copy in found]
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         start = time.monotonic()
         copying = [self._begin(read) for read in reads]
         try:
@@ -192,7 +192,7 @@ class StagedCopies(StorageBackend):
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         raise NotImplementedError("copies leave when they are stored")
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         for copy in list(self._copies.values()):
             yield copy.write.info
 

@@ -28,7 +28,7 @@ from cacheflow.tiers.value import FLAT
 from cacheflow.types import Loan, Read, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from cacheflow.clock import Clock
     from cacheflow.tiers.changes import Look
@@ -139,7 +139,7 @@ class Tier(StorageBackend):
                 listed.append(infos)
         return listed
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         """In the budget for loads; what is being read is not evicted."""
         self._check()
         with ExitStack() as held:
@@ -154,7 +154,7 @@ class Tier(StorageBackend):
                 nbytes = sum(read.buffer.nbytes for read in piece)
                 async with (
                     self._loads.taken(len(piece), nbytes),
-                    aclosing(self.inner.load(piece)) as results,  # type: ignore[type-var]
+                    aclosing(self.inner.load(piece)) as results,
                 ):
                     async for result in results:
                         if result.status is TransferStatus.MISSING:
@@ -198,9 +198,9 @@ class Tier(StorageBackend):
         self._check()
         return await self._stock.delete(keys)
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         self._check()
-        async with aclosing(self.inner.scan()) as infos:  # type: ignore[type-var]
+        async with aclosing(self.inner.scan()) as infos:
             async for info in infos:
                 yield info
 

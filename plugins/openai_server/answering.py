@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from cacheflow.plugins.openai_server.prefix import reason_for
 from cacheflow.plugins.openai_server.text import Detokenizer, StopFinder
@@ -161,11 +161,10 @@ class Answer:
         return allowed
 
     def _generate(self) -> AsyncGenerator[int, None]:
-        tokens = self._lent.session.generate(
+        return self._lent.session.generate(
             self._job.prompt,
             max_new_tokens=self._job.max_new_tokens,
             stop_tokens=self._words.stop_tokens,
             sampling=self._job.sampling,
             report=self.report,
         )
-        return cast("AsyncGenerator[int, None]", tokens)

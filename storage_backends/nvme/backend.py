@@ -34,7 +34,7 @@ from cacheflow.tiers import Imported, export_objects, import_objects
 from cacheflow.types import Capabilities, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
     from pathlib import Path
 
     from cacheflow.errors import CacheFlowError
@@ -98,7 +98,7 @@ class NvmeBackend(StorageBackend):
         )
         return found
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         self._check()
         check_reads(reads)
         async with aclosing(load_on_threads(self._threads, reads, self._read)) as results:
@@ -115,7 +115,7 @@ class NvmeBackend(StorageBackend):
         removed: list[bool] = await self._names.run(lambda: [self._remove(key) for key in keys])
         return removed
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         self._check()
         names = await self._names.run(lambda: list(self.folder.all()))
         batches = [names[at : at + _SCAN_BATCH] for at in range(0, len(names), _SCAN_BATCH)]

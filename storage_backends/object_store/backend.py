@@ -29,7 +29,7 @@ from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from obstore.store import ObjectStore
 
@@ -97,7 +97,7 @@ class ObjectStoreBackend(StorageBackend):
             found[info.key.chunk].append(info)
         return [found[key] for key in keys]
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         self._flights.check_open()
         check_reads(reads)
         for read in reads:
@@ -128,7 +128,7 @@ class ObjectStoreBackend(StorageBackend):
             left.discard(key)
         return answers
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         self._flights.check_open()
         async with aclosing(self._pages("scan")) as pages:
             async for page in pages:

@@ -32,7 +32,7 @@ from cacheflow.storage_backends.threads import IoThreads
 from cacheflow.types import Capabilities, StorePart
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
     from ssl import SSLContext
 
     from cacheflow.pool import Transport, TransportKind
@@ -120,7 +120,7 @@ class PoolBackend(StorageBackend):
         self._flights.check_open()
         return await self.looking.lookup(keys)
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         self._flights.check_open()
         check_reads(reads)
         with ExitStack() as held:
@@ -203,7 +203,7 @@ class PoolBackend(StorageBackend):
 
     # -- the rest ------------------------------------------------------------------------------
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         """Raises BackendError at the end if a store could not be asked."""
         self._flights.check_open()
         seen: set[ObjectKey] = set()

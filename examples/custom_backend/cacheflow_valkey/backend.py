@@ -25,7 +25,14 @@ from cacheflow.kv import decode_header, format_name, header_size, parse_name
 from cacheflow.types import Capabilities, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Awaitable,
+        Iterable,
+        Mapping,
+        Sequence,
+    )
 
     from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
 
@@ -103,7 +110,7 @@ class ValkeyBackend(StorageBackend):
         infos = iter(await self._infos("lookup", [name for found in names for name in found]))
         return [[info for _ in found if (info := next(infos)) is not None] for found in names]
 
-    async def load(self, reads: Sequence[Read]) -> AsyncIterator[TransferResult]:
+    async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         self._check()
         if any(read.offset < 0 or read.buffer.view is None for read in reads):
             raise ValueError(f"one of these is no range of host memory: {reads!r:.200}")
@@ -145,7 +152,7 @@ class ValkeyBackend(StorageBackend):
         answers = await self._ask("delete", pipe.execute())
         return [count == 1 for count in answers[::2]]
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         async for names in self._names():
             for info in await self._infos("scan", names):
                 if info is not None:

@@ -42,7 +42,7 @@ async def test_memory_comes_back() -> None:
         load = backend.load([Read(o.key, 0, aligned_buffer(SIZE)) for o in objects])
         if round_ % 3:
             await anext(load)
-        await load.aclose()  # type: ignore[attr-defined]
+        await load.aclose()
         if round_ % 2:
             await backend.delete([objects[0].key])
     await backend.delete([make_object(number).key for number in range(6)])

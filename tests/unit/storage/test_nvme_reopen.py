@@ -90,7 +90,7 @@ async def test_leaving_a_scan_early(tmp_path: Path) -> None:
     await make_store(tmp_path, *(make_object(number) for number in range(MANY)))
     backend = await open_store(tmp_path)
     for _ in range(5):
-        async with aclosing(backend.scan()) as infos:  # type: ignore[type-var]
+        async with aclosing(backend.scan()) as infos:
             await anext(infos)
     scan = asyncio.ensure_future(_first_of(backend))
     await asyncio.sleep(0)

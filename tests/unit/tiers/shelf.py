@@ -25,7 +25,7 @@ from cacheflow.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from cacheflow.types import ChunkInfo, Event
 
@@ -76,7 +76,7 @@ class Shelf(MemoryBackend):
             await asyncio.sleep(0)
         return answers
 
-    async def scan(self) -> AsyncIterator[ChunkInfo]:
+    async def scan(self) -> AsyncGenerator[ChunkInfo, None]:
         await self._enter("scan")
         async for info in super().scan():
             await asyncio.sleep(0)
