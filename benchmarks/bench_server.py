@@ -10,7 +10,6 @@ is left in the server, and it ends with 0 when it is told to.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import re
@@ -24,13 +23,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx2
-from rigs import show, start
+from rigs import load_options, show, start
 from server_load import ANSWER, MODEL, Client, Record
 
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.testing.chat_model import save_chat_model
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import AsyncIterator, Sequence
 
     from server_load import Said
@@ -208,15 +208,5 @@ def tell(found: dict[str, Any]) -> None:
     show("A server and clients that go away", ("what", "figure"), rows, title)
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--sessions", type=int, default=SESSIONS)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="figures as JSON")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    sys.exit(start(parse(), measure, tell))
+    sys.exit(start(load_options(__doc__, SESSIONS), measure, tell))

@@ -11,14 +11,13 @@ no task.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import resource
 import sys
 import time
 from collections import Counter
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -26,15 +25,18 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from rigs import show, start
+from rigs import load_options, show, start
 
 from cacheflow.errors import CapacityError
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings
+from cacheflow.testing.tiny_model import save_tiny_llama
 from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
+    import argparse
+
     from cacheflow.session import Session
 
 GRID: Final = TileGrid((32, 32, 64), 128)
@@ -153,15 +155,15 @@ class Load:
             await session.hint("waiting", eta=0.05)
         elif what < 0.25:
             await session.forget()
-            with _refused_is_fine():
+            with suppress(CapacityError):
                 await session.prefetch()
         elif what < 0.35:
-            with _refused_is_fine():
+            with suppress(CapacityError):
                 branch = await session.fork()
                 await session.close()
                 session = branch
         elif what < 0.4 and session.tokens:
-            with _refused_is_fine():
+            with suppress(CapacityError):
                 await session.truncate(chance.randrange(1, len(session.tokens) + 1))
         await asyncio.sleep(chance.expovariate(20.0))
         return session
@@ -170,16 +172,6 @@ class Load:
         while time.monotonic() < end:
             self.record.rss.append(_rss())
             await asyncio.sleep(0.5)
-
-
-class _refused_is_fine:  # noqa: N801 (reads as what it is)
-    """What finds no KV memory is not done."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        return isinstance(error, CapacityError)
 
 
 def _text(chance: random.Random, length: int) -> list[int]:
@@ -225,22 +217,9 @@ async def open_engine(folder: Path, kv_bytes: int) -> Any:
 
 def make_model(folder: Path) -> Path:
     """Random weights: grouped queries, three layers, 320 tokens of vocabulary."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(17)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=320,
-        max_position_embeddings=1024,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 1024}
+    return save_tiny_llama(folder, 17, **sizes, **heads)
 
 
 async def load(seconds: float, folder: Path, sessions: int, seed: int) -> dict[str, Any]:
@@ -315,15 +294,5 @@ def tell(found: dict[str, Any]) -> None:
     show("sessions", ("what", "figure"), rows, title)
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--sessions", type=int, default=SESSIONS)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="figures as JSON")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    sys.exit(start(parse(), measure, tell))
+    sys.exit(start(load_options(__doc__, SESSIONS), measure, tell))

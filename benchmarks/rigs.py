@@ -5,6 +5,7 @@ Knows no figures: it parses the options that these benchmarks share and opens wh
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -28,7 +29,6 @@ from cacheflow.simulation import FluidRequest
 from cacheflow.types import LayersComputed
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
     from contextlib import AsyncExitStack
 
@@ -79,6 +79,16 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--store", help="folder for the stored KV (default: a temporary one)")
     parser.add_argument("--json", action="store_true", help="figures as JSON, every run in it")
+
+
+def load_options(doc: str | None, sessions: int) -> argparse.Namespace:
+    """The command line of a bench that keeps ``sessions`` conversations going for a time."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--sessions", type=int, default=sessions)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="figures as JSON")
+    return parser.parse_args()
 
 
 def numbers(text: str) -> list[int]:

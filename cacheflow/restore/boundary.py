@@ -81,8 +81,6 @@ class StageSaver(Saver):
         options.pop("policy", None)
         source = cast("Engine", _Activations(engine))
         self._hidden = Saver(source, channels, pool, clock, observer, self._copies, **options)
-        self.hidden_saved: dict[str, Saved] = {}
-        """What became of the activations of the last save, by tier; counted on."""
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -107,7 +105,7 @@ class StageSaver(Saver):
             most = self._worth(most, boundary)
             chunks = [i for i in self._stage.boundary_chunks(request_id) if i < most]
             wanted = dict.fromkeys(self._tiers, chunks)
-            self.hidden_saved = self._hidden.promote(request_id, keys, wanted, stamp)
+            self._hidden.promote(request_id, keys, wanted, stamp)
         return saved
 
     async def flush(self, timeout: float | None = None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from abc import ABC, abstractmethod
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,7 +40,7 @@ _log = logging.getLogger("cacheflow.server")
 _TOO_LONG: Final = "the request took longer than this server allows"
 
 
-class _Watched(Response):
+class _Watched(Response, ABC):
     """A response whose work is bounded in time and ends with the connection."""
 
     def __init__(self, seconds: float) -> None:
@@ -71,8 +72,9 @@ class _Watched(Response):
             work.cancel()
             await asyncio.wait([work, gone])
 
+    @abstractmethod
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
+        """Answer the client; may be cancelled."""
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         await error_response(error)(scope, receive, send)

@@ -305,7 +305,7 @@ class Conductor(Lane):
             if self._group.broken:  # else it is something that all ranks raise
                 self._failed = error
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, the others may be in the middle of it
             self._failed = error
             raise
 

@@ -136,7 +136,7 @@ class Depot:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the thread is for whoever started it
             if self._ready.done():
                 _log.exception("storage thread died: requests are computed from now on")
             else:

@@ -163,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and the KV and tokens of its cold run in a single process."""
     from safetensors.torch import save_file
 
-    from tests.e2e.conftest import save_tiny_llama
+    from cacheflow.testing.tiny_model import save_tiny_llama
 
     folder = tmp_path_factory.mktemp("pipeline")
     save_tiny_llama(folder / "model", num_key_value_heads=6)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cacheflow.testing.processes import Ranks, run_ranks
+from cacheflow.testing.tiny_model import save_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -34,23 +35,9 @@ DEADLINE = 30.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of eight query and two KV heads, so that four ranks can share them."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=320,
-        max_position_embeddings=2048,
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS, num_attention_heads=8
     )
-    made = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(made)
-    return made
 
 
 pytestmark = pytest.mark.allow_blocking  # other processes are waited for

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cacheflow.testing.tiny_model import save_tiny_llama
+
 ROOT = Path(__file__).parents[2]
 
 for folder in (ROOT, ROOT / "benchmarks"):
@@ -20,20 +22,6 @@ for folder in (ROOT, ROOT / "benchmarks"):
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Grouped queries, three layers, 320 tokens of vocabulary; not to be changed."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(17)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=320,
-        max_position_embeddings=1024,
-    )
-    folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 1024}
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"), 17, **sizes, **heads)
