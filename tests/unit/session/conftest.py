@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from cacheflow.session import Session
 
     Opened = Callable[..., AbstractAsyncContextManager["Play"]]
+
+
+class Held:
+    """What waits here, once for each call, until it is let go."""
+
+    def __init__(self) -> None:
+        self.began, self.go = asyncio.Event(), asyncio.Event()
+
+    async def wait(self, _: object = None) -> None:
+        self.began.set()
+        await self.go.wait()
 
 
 class Play:

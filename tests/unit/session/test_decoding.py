@@ -11,7 +11,7 @@ from cacheflow.errors import CapacityError, ClosedError
 from cacheflow.session.decoding import DecodeLoop
 from cacheflow.testing.serving import ServingEngine, next_token
 from cacheflow.types import Claim, ComputeBatch, TileWork
-from tests.unit.session.conftest import cold, prompt_of
+from tests.unit.session.conftest import Held, cold, prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -69,24 +69,19 @@ async def test_a_slow_consumer_holds_up_nobody(opened: Opened) -> None:
 
 async def test_cancelled_before_its_step_nothing_is_appended(engine: ServingEngine) -> None:
     """... and cancelled in it, the step ends first."""
-    loop, go, began = DecodeLoop(engine), asyncio.Event(), asyncio.Event()
+    loop, held = DecodeLoop(engine), Held()
     prompts = {name: await ready(engine, name, 20) for name in ("a", "b")}
-
-    async def hold() -> None:
-        began.set()
-        await go.wait()
-
-    engine.before_step = hold
+    engine.before_step = held.wait
     async with loop.running():
         inside = asyncio.create_task(loop.next("a", 5))
-        await began.wait()
+        await held.began.wait()
         before = asyncio.create_task(loop.next("b", 6))
         await asyncio.sleep(0)
         before.cancel()
         inside.cancel()
         await asyncio.wait([before])
         assert not inside.done()
-        go.set()
+        held.go.set()
         await asyncio.wait([inside])
         assert inside.cancelled()
         assert engine.steps == [["a"]]
@@ -135,20 +130,15 @@ async def test_an_engine_that_fails_costs_the_rows_of_that_step(engine: ServingE
 
 async def test_closing_fails_what_waits(engine: ServingEngine) -> None:
     """The step under way ends; those that wait for the next one are told."""
-    loop, go, began = DecodeLoop(engine), asyncio.Event(), asyncio.Event()
+    loop, held = DecodeLoop(engine), Held()
     prompts = {name: await ready(engine, name, 20) for name in ("a", "b")}
-
-    async def hold() -> None:
-        began.set()
-        await go.wait()
-
-    engine.before_step = hold
+    engine.before_step = held.wait
     async with loop.running():
         inside = asyncio.create_task(loop.next("a", 5))
-        await began.wait()
+        await held.began.wait()
         waits = asyncio.create_task(loop.next("b", 5))
         await asyncio.sleep(0)
-        asyncio.get_running_loop().call_soon(go.set)
+        asyncio.get_running_loop().call_soon(held.go.set)
     assert await inside == next_token([*prompts["a"], 5])
     with pytest.raises(ClosedError):
         await waits

@@ -9,26 +9,13 @@ import pytest
 
 from cacheflow.errors import ClosedError, ConfigError
 from cacheflow.session import Generation
-from tests.unit.session.conftest import prompt_of
+from tests.unit.session.conftest import Held, prompt_of
 
 if TYPE_CHECKING:
     from cacheflow.session import Session
-    from cacheflow.types import Read
     from tests.unit.session.conftest import Opened, Play
 
 PROMPT = prompt_of(300)
-
-
-class Held:
-    """Reads of the store wait until they are let go."""
-
-    def __init__(self, play: Play) -> None:
-        self.began, self.go = asyncio.Event(), asyncio.Event()
-        play.store.before_read = self._wait
-
-    async def _wait(self, read: Read) -> None:
-        self.began.set()
-        await self.go.wait()
 
 
 async def stored(play: Play) -> Session:
@@ -38,6 +25,17 @@ async def stored(play: Play) -> Session:
     await play.flow.flush()
     await session.forget()
     return session
+
+
+async def begun(
+    play: Play, session: Session, priority: int | None = None
+) -> tuple[Held, asyncio.Task[None]]:
+    """A prefetch whose reads wait until they are let go."""
+    held = Held()
+    play.store.before_read = held.wait
+    prefetch = asyncio.create_task(session.prefetch(policy="load", priority=priority))
+    await held.began.wait()
+    return held, prefetch
 
 
 async def test_the_turn_after_a_prefetch_restores_nothing(opened: Opened) -> None:
@@ -61,9 +59,8 @@ async def test_a_turn_joins_a_prefetch(opened: Opened) -> None:
     """It waits for what is under way, which it lends its priority; nothing is read twice."""
     async with opened() as play:
         session = await stored(play)
-        held, published = Held(play), play.engine.published
-        prefetch = asyncio.create_task(session.prefetch(policy="load", priority=-5))
-        await held.began.wait()
+        published = play.engine.published
+        held, prefetch = await begun(play, session, priority=-5)
         history = [*session.tokens, *prompt_of(20, 1)]
         turn = asyncio.create_task(play.ask(session, history))
         await asyncio.sleep(0)
@@ -107,9 +104,7 @@ async def test_a_turn_with_another_prompt_ends_a_prefetch(opened: Opened) -> Non
     """Whoever waits for the prefetch is told nothing: it was advice."""
     async with opened() as play:
         session = await stored(play)
-        held = Held(play)
-        prefetch = asyncio.create_task(session.prefetch(policy="load"))
-        await held.began.wait()
+        held, prefetch = await begun(play, session)
         await play.ask(session, prompt_of(50, 7))
         await prefetch
         held.go.set()
@@ -120,9 +115,7 @@ async def test_a_turn_that_differs_late_joins_too(opened: Opened) -> None:
     """What was prefetched too much is rewound."""
     async with opened() as play:
         session = await stored(play)
-        held = Held(play)
-        prefetch = asyncio.create_task(session.prefetch(policy="load"))
-        await held.began.wait()
+        held, prefetch = await begun(play, session)
         turn = asyncio.create_task(play.ask(session, [*PROMPT[:290], *prompt_of(30, 9)]))
         await asyncio.sleep(0)
         held.go.set()
@@ -134,9 +127,7 @@ async def test_a_cancelled_prefetch_leaves_the_session_usable(opened: Opened) ->
     """The cancellation is the caller's; the next turn restores."""
     async with opened() as play:
         session = await stored(play)
-        held = Held(play)
-        prefetch = asyncio.create_task(session.prefetch(policy="load"))
-        await held.began.wait()
+        held, prefetch = await begun(play, session)
         prefetch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await prefetch
@@ -175,9 +166,7 @@ async def test_forgotten_during_a_prefetch(opened: Opened) -> None:
     """Whoever waits for it is told; nothing stays in memory."""
     async with opened() as play:
         session = await stored(play)
-        held = Held(play)
-        prefetch = asyncio.create_task(session.prefetch(policy="load"))
-        await held.began.wait()
+        held, prefetch = await begun(play, session)
         await session.forget()
         held.go.set()
         with pytest.raises(ClosedError, match="session 's' was forgotten"):
