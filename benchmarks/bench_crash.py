@@ -34,6 +34,7 @@ from rich.table import Table
 from cacheflow.errors import IntegrityError
 from cacheflow.kv import verify
 from cacheflow.storage_backends.nvme import NvmeBackend
+from cacheflow.testing.freezing import freeze, thaw
 from cacheflow.testing.objects import load_one
 from cacheflow.types import TransferStatus
 
@@ -146,13 +147,6 @@ class Running:
         else:  # kept as it was
             del known.begun[number]
 
-    def stop(self) -> None:
-        """Suspend it, and wait until it is."""
-        os.kill(self.pid, signal.SIGSTOP)
-        _, status = os.waitpid(self.pid, os.WUNTRACED)
-        if not os.WIFSTOPPED(status):
-            raise RuntimeError(f"process {self.which} ended by itself")
-
     def end(self, how: signal.Signals, known: Known, figures: Figures) -> None:
         """Send ``how``, hear the rest and wait for the end."""
         os.kill(self.pid, how)
@@ -228,11 +222,11 @@ class Campaign:
     def _sample(self, running: list[Running]) -> None:
         """Stop all of them: an instant that can be looked at from outside."""
         for each in running:
-            each.stop()
+            freeze(each.pid)
         self.figures.samples += 1
         self._count_bytes()
         for each in running:
-            os.kill(each.pid, signal.SIGCONT)
+            thaw(each.pid)
 
     def _count_bytes(self) -> int:
         files = [p for part in ("objects", "tmp") for p in (self.folder / part).rglob("*")]

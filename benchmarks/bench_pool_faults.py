@@ -21,7 +21,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any, Final
 
 import uvloop
@@ -192,7 +191,7 @@ def _ways(
             case "kill":
                 await asyncio.to_thread(store.kill)
             case "stop":
-                store.send(SIGSTOP)
+                await asyncio.to_thread(store.freeze)
             case "cut":
                 proxy.cut()
             case _:
@@ -203,7 +202,7 @@ def _ways(
             case "kill":
                 await asyncio.to_thread(store.start)
             case "stop":
-                store.send(SIGCONT)
+                store.thaw()
             case "cut":
                 proxy.cut()
             case _:

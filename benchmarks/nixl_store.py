@@ -10,11 +10,12 @@ import asyncio
 import hashlib
 import mmap
 import os
-import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
+
+from cacheflow.testing.freezing import freeze, thaw
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -69,11 +70,12 @@ class BareStore:
                 return rest
         raise RuntimeError(f"the store died before it said {first}")
 
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+    async def freeze(self) -> None:
+        """SIGSTOP: it stands still on return."""
+        await asyncio.to_thread(freeze, self.pid)
 
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+    def thaw(self) -> None:
+        thaw(self.pid)
 
     async def kill(self) -> None:
         if self.process.returncode is None:

@@ -13,7 +13,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
+
+from cacheflow.testing.freezing import freeze
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,10 +120,10 @@ class Ranks:
         self._members[rank].process.kill()
 
     def freeze(self, rank: int) -> None:
-        """SIGSTOP: the process stands still, its connections stay open."""
+        """SIGSTOP: on return the process stands still, its connections stay open."""
         pid = self._members[rank].process.pid
         assert pid is not None, "it was started"
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
 
     def wait_for(self, rank: int, word: str) -> Any:
         """Block until ``rank`` says ``word``: the value it gave. What it said before is dropped.

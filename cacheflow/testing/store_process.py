@@ -12,11 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from signal import SIGCONT, SIGKILL, SIGTERM, Signals
+from signal import SIGCONT, SIGKILL, SIGTERM
 from typing import TYPE_CHECKING, Final, Self
+
+from cacheflow.testing.freezing import freeze, thaw
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from signal import Signals
 
 __all__ = ["StoreProcess", "free_port"]
 
@@ -65,10 +68,13 @@ class StoreProcess:
         self._wait_until_ready()
         return self
 
-    def send(self, number: Signals) -> None:
-        """Send it a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
+    def freeze(self) -> None:
+        """SIGSTOP: on return it stands still, its connections stay open."""
+        freeze(self.pid)
+
+    def thaw(self) -> None:
+        """SIGCONT: it goes on."""
+        thaw(self.pid)
 
     def kill(self) -> None:
         """``kill -9``, and wait for the end."""

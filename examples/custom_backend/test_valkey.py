@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import shutil
-import signal
 import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from cacheflow.errors import BackendError
 from cacheflow.kv import format_name
 from cacheflow.registry import load_backend
 from cacheflow.testing.conformance import Pause, StorageBackendTests
+from cacheflow.testing.freezing import freeze, thaw
 from cacheflow.testing.objects import load_one, make_object
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class TestValkey(StorageBackendTests):
         backend = await self._open(tmp_path, connections=2, timeout=0.1)
         await backend.store([stored.write()])
         process = self.client.info("server")["process_id"]
-        os.kill(process, signal.SIGSTOP)
+        await asyncio.to_thread(freeze, process)
         try:
             result, _ = await load_one(backend, stored.key, 0, 4096)
             assert isinstance(result.error, BackendError)
@@ -131,7 +130,7 @@ class TestValkey(StorageBackendTests):
             with pytest.raises(BackendError, match="imeout"):
                 await backend.lookup([stored.key.chunk])
         finally:
-            os.kill(process, signal.SIGCONT)
+            thaw(process)
         assert await backend.lookup([stored.key.chunk]) == [[stored.info]]
         await backend.aclose()
 

@@ -157,7 +157,7 @@ async def test_a_store_that_hangs(transports: str) -> None:
         piece = Piece(PART, 0, lease.buffer)
         await link.read([piece], deadline=10)
         lease.view[:] = bytes(PART)
-        store.stop()
+        await store.freeze()
         start = loop.time()
         error = await outcome(link.read([piece], deadline=0.3))
         assert loop.time() - start < 3
@@ -166,7 +166,7 @@ async def test_a_store_that_hangs(transports: str) -> None:
         assert lease.hold.in_flight == late
         lease.release()
         assert pool.quarantined_bytes() == (PART if late else 0)
-        store.go_on()
+        store.thaw()
         await idle(lease.hold)
         assert pool.quarantined_bytes() == 0
         with await pool.lease(PART) as lease:
@@ -182,7 +182,7 @@ async def test_closing_over_a_hung_store(monkeypatch: pytest.MonkeyPatch) -> Non
         hold = InFlight()
         buffer = buffer_from(bytearray(PART), hold)
         await link.read([Piece(0, 0, buffer)], deadline=10)
-        store.stop()
+        await store.freeze()
         waiting = asyncio.ensure_future(link.read([Piece(PART, 0, buffer)], deadline=30))
         while not transport.in_flight:
             await transport._reactor.call(lambda agent: None)
@@ -191,6 +191,6 @@ async def test_closing_over_a_hung_store(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ClosedError):
             await waiting
         assert hold.in_flight == 1
-        store.go_on()
+        store.thaw()
         await idle(hold)
         assert seen(buffer) == CONTENT[PART : 2 * PART]

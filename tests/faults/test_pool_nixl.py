@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -103,9 +102,9 @@ async def test_a_store_that_hangs_dies_and_comes_back(
         assert await load.all_there()
         running = asyncio.create_task(load.run(stop))
         await until(lambda: on_disk(tmp_path / "spill", len(OBJECTS)))
-        store.send(SIGSTOP)
+        await asyncio.to_thread(store.freeze)
         await until(load.none_there)
-        store.send(SIGCONT)
+        store.thaw()
         await until(load.all_there)
         await asyncio.to_thread(store.kill)
         await until(load.none_there)

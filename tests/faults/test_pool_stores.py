@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
-from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -157,12 +156,12 @@ async def test_a_stopped_store_is_a_miss_until_it_goes_on(store: StoreProcess) -
     """SIGSTOP under load: nothing waits longer than its deadlines, then nobody waits at all; after
     SIGCONT the store is used again."""
     async with filled(store) as backend, under_load(backend):
-        store.send(SIGSTOP)
+        await asyncio.to_thread(store.freeze)
         await until(lambda: none_there(backend))
         start = time.monotonic()
         assert await none_there(backend)
         assert time.monotonic() - start < 0.2
-        store.send(SIGCONT)
+        store.thaw()
         await until(lambda: all_there(backend))
 
 
