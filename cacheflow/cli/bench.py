@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from cacheflow.cli.demo_report import parse_links
 from cacheflow.cli.output import AsJson, figures, print_json, progress, run
 from cacheflow.cli.quality import quality
 from cacheflow.errors import ConfigError
+from cacheflow.settings import TierSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +41,7 @@ def bench(
         str, typer.Option(help="Prefix lengths in tokens; multiples of 256.")
     ] = "256,512,1024,2048,4096,7936",
     links: Annotated[
-        str, typer.Option(help="compute:I/O of each link, or 'raw' for the disk itself.")
+        str, typer.Option(help="compute:I/O of each link, or 'raw' for the store itself.")
     ] = "raw,1:10,1:3,1:1,3:1,10:1",
     rounds: Annotated[int, typer.Option(help="Rounds a length; fewer from 4k on.", min=1)] = 3,
     threads: Annotated[int, typer.Option(help="Compute threads on a CPU.", min=1)] = 1,
@@ -50,9 +52,15 @@ def bench(
     store: Annotated[
         Path | None, typer.Option(help="Folder for the stored KV (default: a temporary one).")
     ] = None,
-    json: AsJson = False,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            help="Another store than a folder: backend and options as JSON, like CACHEFLOW_TIERS."
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure restores on a real model and a real disk: recompute, load, and both at once.
+    """Measure restores on a real model and a real store: recompute, load, and both at once.
 
     Efficiency is the fluid bound (from recompute alone and load alone in the same run) divided by
     what CacheFlow took. The default takes about half an hour on two cores.
@@ -64,8 +72,9 @@ def bench(
     points = [(length, link) for length in wanted for link in parse_links(links)]
     with ExitStack() as stack:
         folder = store or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lag, measured = run(_bench(points, rounds, threads, dtype, model, folder))
-    if json:
+        keeper = None if tier is None else _tier(tier)
+        lag, measured = run(_bench(points, rounds, threads, dtype, model, folder, keeper))
+    if as_json:
         rows = [{**point.summary(), "runs": _runs(point)} for point in measured]
         print_json({"loop_lag_p99_ms": lag * 1e3, "points": rows})
     else:
@@ -83,6 +92,13 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
+def _tier(text: str) -> TierSettings:
+    try:
+        return TierSettings.model_validate({"name": "tier", **json.loads(text)})
+    except (TypeError, ValueError) as error:  # pydantic's and json's errors are such
+        raise ConfigError(f"--tier {text!r}: {error}") from error
+
+
 async def _bench(
     wanted: Sequence[tuple[int, Any]],
     rounds: int,
@@ -90,6 +106,7 @@ async def _bench(
     dtype: str,
     model: Path | None,
     folder: Path,
+    tier: TierSettings | None,
 ) -> tuple[float, list[Point]]:
     from cacheflow.cli.bench_rig import SUFFIX_TOKENS, real_tokens
     from cacheflow.cli.bench_run import Bench, Point
@@ -102,7 +119,7 @@ async def _bench(
     if longest > engine.max_tokens:
         raise ConfigError(f"--lengths: the model's context has {engine.max_tokens} tokens")
     tokens = await asyncio.to_thread(real_tokens, engine.tokenizer, longest)
-    bench = Bench(engine, folder, tokens)
+    bench = Bench(engine, folder, tokens, tier)
     points = [Point(length, link) for length, link in wanted]
     lengths = list(dict.fromkeys(length for length, _ in wanted))
     with progress() as bar:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cacheflow.abc import StorageBackend
     from cacheflow.restore import Restoration
     from cacheflow.scheduling import Policy
+    from cacheflow.settings import TierSettings
     from cacheflow.types import ChunkKey, Event
 
 __all__ = ["Prompt", "Rig", "Run", "SUFFIX_TOKENS", "real_tokens"]
@@ -80,9 +81,11 @@ class Rig:
     One run at a time.
     """
 
-    def __init__(self, engine: Any, folder: Path) -> None:
+    def __init__(self, engine: Any, folder: Path, tier: TierSettings | None = None) -> None:
+        """``tier``: what keeps the KV; None: an nvme store in ``folder``."""
         self.engine = engine
         self.folder = folder
+        self._tier = tier
         self.clock = SystemClock()
         self.costs = ComputeModel(*engine.layer_flops)
         self.pool = StagingPool(_STAGING)
@@ -135,13 +138,18 @@ class Rig:
     async def open_link(
         self, bandwidth: float | None, folder: Path | None = None
     ) -> StorageBackend:
-        """The store behind a link of ``bandwidth`` bytes a second; None is the disk itself."""
-        options = {"path": str(folder or self.folder)}
-        found = await asyncio.to_thread(load_backend, "nvme" if bandwidth is None else "throttled")
-        if bandwidth is None:
-            return await found.open(options)
-        inner = {"inner": "nvme", "inner_options": options}
-        return await found.open({**inner, "bandwidth": bandwidth})
+        """The store behind a link of ``bandwidth`` bytes a second; None is the store itself."""
+        name = "nvme"
+        options: dict[str, object] = {"path": str(folder or self.folder)}
+        if self._tier is not None and folder is None:
+            name, options = self._tier.backend, dict(self._tier.options)
+        if bandwidth is not None:
+            options = {"inner": name, "inner_options": options, "bandwidth": bandwidth}
+            name = "throttled"
+        found = await asyncio.to_thread(load_backend, name)
+        backend = await found.open(options)
+        backend.register_memory(self.pool.arena)  # until the backend is closed
+        return backend
 
     def restorer(self, channels: Mapping[str, StorageBackend], objective: str = "tail") -> Restorer:
         """A restorer on this engine with cold channel models; ``objective``: the scheduler's."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cacheflow.restore import Restoration, Restorer
+    from cacheflow.settings import TierSettings
 
 __all__ = ["Bench", "LagProbe", "Point"]
 
@@ -109,9 +110,12 @@ class LagProbe:
 class Bench:
     """An engine, a store that holds the KV of ``tokens``, and cost models that stay warm."""
 
-    def __init__(self, engine: Any, folder: Path, tokens: Sequence[int]) -> None:
+    def __init__(
+        self, engine: Any, folder: Path, tokens: Sequence[int], tier: TierSettings | None = None
+    ) -> None:
+        """``tier``: what keeps the KV; None: an nvme store in ``folder``."""
         self.lag = LagProbe()
-        self._rig = Rig(engine, folder)
+        self._rig = Rig(engine, folder, tier)
         self._tokens = list(tokens)
 
     async def fill(self, tell: Callable[[], None]) -> None:
