@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +63,7 @@ class LiveGauges:
             live.quarantined_bytes(),
         )
         yield _parts(live.tier_parts())
+        yield _repairs(live.tier_parts())
         used, capacity = live.staging_bytes
         yield GaugeMetricFamily("cacheflow_staging_used_bytes", "Staging memory in use.", used)
         yield GaugeMetricFamily("cacheflow_staging_capacity_bytes", "Staging memory.", capacity)
@@ -82,4 +83,15 @@ def _parts(parts: Mapping[str, Sequence[StorePart]]) -> GaugeMetricFamily:
     for tier, of in parts.items():
         for part in of:
             family.add_metric((tier, part.name, part.transport), float(part.is_up))
+    return family
+
+
+def _repairs(parts: Mapping[str, Sequence[StorePart]]) -> CounterMetricFamily:
+    labels = ("tier", "part", "result")
+    text = "Copies that a server of a tier had lost, by whether it got them again."
+    family = CounterMetricFamily("cacheflow_tier_part_repairs", text, labels=labels)
+    for tier, of in parts.items():
+        for part in of:
+            family.add_metric((tier, part.name, "copied"), part.repaired)
+            family.add_metric((tier, part.name, "dropped"), part.not_repaired)
     return family

@@ -169,6 +169,10 @@ class StorePart:
     is_up: bool
     transport: str
     """What its bytes travel by; empty while that is not known."""
+    repaired: int = 0
+    """Copies that it had lost and was given again by this client."""
+    not_repaired: int = 0
+    """Those that it could not be given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from cacheflow.storage_backends.pool.looking import Looking
 from cacheflow.storage_backends.pool.members import Members
 from cacheflow.storage_backends.pool.peer import Peer
 from cacheflow.storage_backends.pool.reading import Loading
+from cacheflow.storage_backends.pool.repair import Repair
 from cacheflow.storage_backends.pool.settings import PoolOptions, read_token, tls_context
 from cacheflow.storage_backends.pool.writing import Storing
 from cacheflow.storage_backends.threads import IoThreads
@@ -82,8 +83,9 @@ class PoolBackend(StorageBackend):
 
         self.members = Members(stores, options, make)
         self._flights = Flights(_AT_ONCE, "the pool tier")
-        self.looking = Looking(self.members, self._flights)
         self._threads = IoThreads(_CHECKSUM_THREADS, "cacheflow-pool-sum")
+        self.looking = Looking(self.members, self._flights, self._lacks)
+        self.repair = Repair(self.looking, self._threads, options.transfer_seconds)
         self._distrusted: set[ObjectKey] = set()
         self._removing: asyncio.Task[None] | None = None
 
@@ -109,7 +111,13 @@ class PoolBackend(StorageBackend):
     def parts(self) -> Sequence[StorePart]:
         """Each store, whether it is up, and its transport."""
         return [
-            StorePart(peer.name, peer.is_up, peer.hello.transport if peer.hello else "")
+            StorePart(
+                peer.name,
+                peer.is_up,
+                peer.hello.transport if peer.hello else "",
+                repaired=self.repair.copied[peer.name],
+                not_repaired=self.repair.dropped[peer.name],
+            )
             for peer in self.members.peers.values()
         ]
 
@@ -157,7 +165,7 @@ class PoolBackend(StorageBackend):
             finally:
                 await storing.aclose()
             for write in writes:
-                self.looking.changed(write.info.key)
+                self._changed(write.info.key)
         return [ended[id(write)] for write in writes]
 
     def _homes(self, key: ObjectKey) -> list[Peer]:
@@ -172,10 +180,17 @@ class PoolBackend(StorageBackend):
         self._flights.check_open()
         works = [partial(self._delete_at, peer, keys) for peer in self.members.up]
         for key in keys:
-            self.looking.changed(key)
+            self._changed(key)
         answers = await self._flights.all(works)
         self._check_reachable("delete")
         return [any(deleted) for deleted in zip(*answers, strict=True)]
+
+    def _changed(self, key: ObjectKey) -> None:
+        self.looking.changed(key)
+        self.repair.forget(key)
+
+    def _lacks(self, peer: Peer, info: ChunkInfo, others: Sequence[Peer]) -> None:
+        self.repair.lacks(peer, info, others)
 
     async def _delete_at(self, peer: Peer, keys: Sequence[ObjectKey]) -> list[bool]:
         deleted: list[bool] = []
@@ -248,6 +263,7 @@ class PoolBackend(StorageBackend):
         if removing is not None:
             removing.cancel()
             await asyncio.wait([removing])
+        await self.repair.aclose()
         await self._flights.aclose()
         await self.members.aclose()
         for transport in self.transports.values():

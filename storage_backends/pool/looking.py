@@ -19,7 +19,7 @@ from cacheflow.storage_backends.pool.headers import Headers
 from cacheflow.storage_backends.pool.peer import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cacheflow.storage_backends.flights import Flights
     from cacheflow.storage_backends.pool.headers import Listed
@@ -44,11 +44,18 @@ class _Answer(NamedTuple):
 
 
 class Looking:
-    """Lookups over ``members``, as ``flights``."""
+    """Lookups over ``members``, as ``flights``. ``lacks`` is told of stores without an object that
+    others have, and of these."""
 
-    def __init__(self, members: Members, flights: Flights) -> None:
+    def __init__(
+        self,
+        members: Members,
+        flights: Flights,
+        lacks: Callable[[Peer, ChunkInfo, Sequence[Peer]], None] = lambda peer, info, others: None,
+    ) -> None:
         self._members = members
         self._flights = flights
+        self._lacks = lacks
         self._headers: dict[str, Headers] = {}
         self._places: OrderedDict[ObjectKey, tuple[str, ...]] = OrderedDict()
 
@@ -70,6 +77,23 @@ class Looking:
             return self._members.of(key.chunk.digest)
         peers = (self._members.peers.get(name) for name in names)
         return [peer for peer in peers if peer is not None and peer.is_up]
+
+    async def has(self, peer: Peer, key: ObjectKey) -> bool:
+        """Whether the store has the object, whichever version of it.
+
+        Raises:
+            BackendError: it does not answer.
+        """
+        request = messages.Lookup(chunks=(key.chunk.digest,), known=(), lease=False)
+        answer = await peer.ask(request, messages.LookupReply)
+        [found, *_] = await _decoded(self.headers_of(peer), [key.chunk], answer) or [[]]
+        return any(listed.info.key == key for listed in found)
+
+    def found_at(self, peer: Peer, key: ObjectKey) -> None:
+        """The store has a copy too, from now on."""
+        names = self._places.get(key)
+        if names is not None and peer.name not in names:
+            self._places[key] = (*names, peer.name)
 
     def changed(self, key: ObjectKey) -> None:
         """Somebody here has replaced or deleted it: what was known of it is out of date."""
@@ -116,12 +140,28 @@ class Looking:
             for info in found.get(chunk, ()):
                 if infos.setdefault(info.key, info) == info:
                     places[info.key] = (*places.get(info.key, ()), peer.name)
+        self._tell_holes(chunk, answers, infos, places)
         for key, names in places.items():
             self._places[key] = names
             self._places.move_to_end(key)
         while len(self._places) > _MOST_PLACES:
             self._places.popitem(last=False)
         return list(infos.values())
+
+    def _tell_holes(
+        self,
+        chunk: ChunkKey,
+        answers: Sequence[_Answer],
+        infos: Mapping[ObjectKey, ChunkInfo],
+        places: Mapping[ObjectKey, tuple[str, ...]],
+    ) -> None:
+        for peer, found in answers:
+            if chunk not in found or len(infos) == len(found[chunk]):
+                continue
+            here = {info.key for info in found[chunk]}
+            for key in infos.keys() - here:
+                others = [other for other, _ in answers if other.name in places[key]]
+                self._lacks(peer, infos[key], others)
 
 
 async def _decoded(

@@ -179,6 +179,30 @@ async def test_a_drained_store_finishes_and_keeps_what_it_has(
         assert await backend.used_bytes() == sum(each.info.nbytes for each in OBJECTS)
 
 
+async def test_a_store_that_lost_everything_gets_its_copies_back(tmp_path: Path) -> None:
+    """One of two stores that have everything is killed under load and comes back empty: reads go
+    on all the time, and it has its copies again without anybody storing them."""
+    stores = [StoreProcess(tmp_path / f"log{number}", arena="2MiB") for number in range(2)]
+    async with (
+        started(*stores),
+        opened(*stores, replicas=2, request_seconds=3.0, transfer_seconds=4.0) as backend,
+        under_load(backend) as load,
+    ):
+        await store_all(backend, *OBJECTS)
+        await until(lambda: all_there(backend))
+        read = len(load.results)
+        await asyncio.to_thread(stores[1].kill)
+        await asyncio.to_thread(stores[1].start)
+
+        async def are_back() -> bool:
+            return sum(part.repaired for part in backend.parts()) >= len(OBJECTS)
+
+        await until(are_back)
+        assert all(result.status is TransferStatus.OK for result in load.results[read:])
+        async with opened(stores[1]) as other:
+            assert await all_there(other)
+
+
 @pytest.mark.skipif(find_etcd() is None, reason="no etcd here: apt-get install etcd-server")
 async def test_a_store_joins_and_one_dies_under_load(tmp_path: Path) -> None:
     """Stores found through etcd: a third one joins and one of the first two is killed while

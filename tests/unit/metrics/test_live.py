@@ -27,7 +27,12 @@ class Flow:
         return {"disk": 2}
 
     def tier_parts(self) -> Mapping[str, Sequence[StorePart]]:
-        return {"pool": (StorePart("a:1", True, "tcp"), StorePart("b:1", False, ""))}
+        return {
+            "pool": (
+                StorePart("a:1", True, "tcp"),
+                StorePart("b:1", False, "", repaired=5, not_repaired=2),
+            )
+        }
 
     def quarantined_bytes(self) -> Mapping[str, int]:
         return {"disk": 4096}
@@ -47,6 +52,9 @@ async def test_live_state_is_read_when_scraped() -> None:
         assert value("cacheflow_tier_part_up", up) == 1
         down = {"tier": "pool", "part": "b:1", "transport": ""}
         assert value("cacheflow_tier_part_up", down) == 0
+        for result, count in (("copied", 5), ("dropped", 2)):
+            labels = {"tier": "pool", "part": "b:1", "result": result}
+            assert value("cacheflow_tier_part_repairs_total", labels) == count
         assert value("cacheflow_staging_used_bytes") == 10
         assert value("cacheflow_staging_capacity_bytes") == 64
     assert value("cacheflow_active_restores") is None
