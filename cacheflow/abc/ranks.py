@@ -52,6 +52,11 @@ class StageListener(Protocol):
         """Another stage gave the request up; None: a rank is gone, and with it all requests."""
         ...
 
+    def left(self, error: BaseException, *, behind: bool) -> None:
+        """The stage behind (else the one before) has closed, and says nothing more: requests that
+        still need it end with ``error``."""
+        ...
+
 
 @runtime_checkable
 class Staged(Sharded, Protocol):

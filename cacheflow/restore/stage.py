@@ -187,6 +187,12 @@ class StageDriver:
         for each in list(self._shared):
             self._restorer.fail(each, error)
 
+    def left(self, error: BaseException, *, behind: bool) -> None:
+        for each, shared in list(self._shared.items()):
+            if not (shared.settled if behind else shared.told):
+                self.engine.give_up(each, str(error))
+                self._restorer.fail(each, error)
+
     # -- how ------------------------------------------------------------------------------------
 
     def expected(self, tiles: Sequence[Tile]) -> Mode:

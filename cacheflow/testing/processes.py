@@ -83,7 +83,6 @@ class Ranks:
         self, count: int, target: Callable[..., Any], *args: object, deadline: float = 60.0
     ) -> None:
         self._count = count
-        self._deadline = time.monotonic() + deadline
         self._folder = tempfile.TemporaryDirectory(prefix="cacheflow-ranks-")
         file, name = inspect.getfile(target), target.__name__
         context = multiprocessing.get_context("forkserver")
@@ -98,6 +97,8 @@ class Ranks:
             process.start()
             theirs.close()
             self._members.append(_Member(process, ours))
+        # From here on: the first rank of a test run waits until their server has loaded torch.
+        self._deadline = time.monotonic() + deadline
 
     def __enter__(self) -> Self:
         return self

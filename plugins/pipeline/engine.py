@@ -48,7 +48,7 @@ class PipelineEngine(TransformersEngine):
         self._device = next(model.parameters()).device
         self._listener: StageListener | None = None
         self._unheard: list[Message] = []
-        self._talk = Talk(rank, count, deadline, self._told, self._failed)
+        self._talk = Talk(rank, count, deadline, self._told, self._failed, self._left)
         self._deadline = deadline
 
     def _boundary(self, hidden_size: int, dtype: torch.dtype) -> Shard:
@@ -285,6 +285,10 @@ class PipelineEngine(TransformersEngine):
     def _failed(self, request_id: str | None, error: PeerError) -> None:
         if self._listener is not None:
             self._listener.failed(request_id, error)
+
+    def _left(self, error: PeerError, behind: bool) -> None:
+        if self._listener is not None:
+            self._listener.left(error, behind=behind)
 
     def _take_in(self, request_id: str, start: int, hidden: torch.Tensor | None) -> None:
         """What the stage before computed becomes the hidden state at layer 0."""

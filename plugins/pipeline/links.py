@@ -2,7 +2,9 @@
 
 A link has one thread that sends and one that receives; messages are a JSON body and perhaps a
 tensor, in order. A rank with nothing to say pings, so a neighbour that is silent for ``deadline``
-seconds is as dead as one whose connection broke. Knows nothing of what is said.
+seconds is as dead as one whose connection broke. One that says goodbye is not: all it had to say
+has come by then. It is answered with a goodbye, and nothing that it does afterwards is an error.
+Knows nothing of what is said.
 """
 
 from __future__ import annotations
@@ -66,22 +68,25 @@ def join_group(rank: int, count: int, init_method: str, deadline: float) -> None
 
 
 class Link:
-    """This rank's line to ``peer``. ``heard`` and ``broken`` are called on the event loop."""
+    """This rank's line to ``peer``. ``heard``, ``left`` (the peer said goodbye first, after all
+    that was heard) and ``broken`` are called on the event loop."""
 
     def __init__(
         self,
         peer: int,
         deadline: float,
         heard: Callable[[Link, Message], None],
+        left: Callable[[Link], None],
         broken: Callable[[Link, BaseException], None],
     ) -> None:
         self.peer = peer
         self._deadline = deadline
         self._heard = heard
+        self._left = left
         self._broken = broken
         self._loop = asyncio.get_running_loop()
         self._outgoing: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._closing = False
+        self._closing = self._parted = False
         self._threads = [
             threading.Thread(target=run, name=f"cacheflow-{name}-{peer}", daemon=True)
             for name, run in (("send", self._send_all), ("receive", self._receive_all))
@@ -90,7 +95,7 @@ class Link:
             thread.start()
 
     def send(self, message: Message) -> None:
-        """Queue ``message``; it goes out in order, or the link breaks."""
+        """Queue ``message``; it goes out in order, or the link breaks. After a goodbye: dropped."""
         self._outgoing.put(message)
 
     async def aclose(self) -> None:
@@ -113,7 +118,8 @@ class Link:
                 if message.kind == _BYE:
                     return
         except Exception as error:  # whatever torch raises: the peer cannot be reached any more
-            self._tell(self._broken, error)
+            if not self._parted:
+                self._tell(self._broken, error)
 
     def _send(self, message: Message) -> None:
         tensor, body = message.tensor, dict(message.body)
@@ -132,8 +138,10 @@ class Link:
             while True:
                 message = self._receive()
                 if message.kind == _BYE:
+                    self._parted = True
                     if not self._closing:
-                        raise ConnectionError("it said goodbye")
+                        self._tell(self._left)
+                        self._outgoing.put(Message(_BYE))  # or it would wait for ours
                     return
                 if message.kind != _PING:
                     self._tell(self._heard, message)
@@ -157,7 +165,7 @@ class Link:
             distributed.recv(tensor.view(torch.uint8).flatten(), self.peer)
         return Message(kind, body, tensor)
 
-    def _tell(self, callback: Callable[[Link, Any], None], what: object) -> None:
+    def _tell(self, callback: Callable[..., None], *what: object) -> None:
         # The loop may be gone: then nobody wants to know.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, self, what)
+            self._loop.call_soon_threadsafe(callback, self, *what)

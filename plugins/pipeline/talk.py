@@ -1,7 +1,9 @@
 """What neighbouring stages say to each other, and who waits for what of it.
 
 Every message about a request names it; a request that was given up anywhere is given up everywhere,
-and a rank that is gone ends all of them. Loop-owned. Knows no tensors but to carry them.
+and a rank that is gone ends all of them. One that has said goodbye ends only what still needs it,
+here: others may be about to get what it said before, and hear of it from whoever waits in vain.
+Loop-owned. Knows no tensors but to carry them.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ __all__ = ["Talk"]
 _GIVE_UP: Final = "give up"
 _BROKEN: Final = "broken"
 _REMEMBERED: Final = 1024
+_FROM_BEHIND: Final = frozenset({"agree", "tokens"})
+"""Kinds that are waited for and come from the stage behind; the others from the one before."""
 
 
 class Talk:
     """Links to the stages before and behind, whichever there are.
 
     ``told`` gets, on the event loop, every message nobody waits for by :meth:`receive`. ``failed``:
-    a request (or None: all of them) ended elsewhere.
+    a request (or None: all of them) ended elsewhere. ``left``: the stage behind (or before) has
+    said goodbye.
     """
 
     def __init__(
@@ -37,17 +42,21 @@ class Talk:
         deadline: float,
         told: Callable[[Message], bool],
         failed: Callable[[str | None, PeerError], None],
+        left: Callable[[PeerError, bool], None],
     ) -> None:
         self.rank = rank
         self.broken: PeerError | None = None
         self._told = told
         self._failed = failed
+        self._left = left
         self._waiting: dict[tuple[str, str], asyncio.Future[Message]] = {}
         self._early: dict[tuple[str, str], Message] = {}
         self._given_up: OrderedDict[str, PeerError] = OrderedDict()
-        self._before = Link(rank - 1, deadline, self._heard, self._lost) if rank else None
-        last = rank == count - 1
-        self._behind = None if last else Link(rank + 1, deadline, self._heard, self._lost)
+        self._parted: dict[bool, PeerError] = {}
+        """Of the stage behind (True) and the one before (False), if it has said goodbye."""
+        callbacks = (deadline, self._heard, self._said_goodbye, self._lost)
+        self._before = Link(rank - 1, *callbacks) if rank else None
+        self._behind = None if rank == count - 1 else Link(rank + 1, *callbacks)
 
     def forward(self, message: Message) -> None:
         """To the stage behind, if there is one."""
@@ -63,15 +72,23 @@ class Talk:
         """The message ``kind`` about ``key`` of a request, whether it has come already or not.
 
         Raises:
-            PeerError: the request was given up by another stage, or a rank is gone.
+            PeerError: the request was given up by another stage, or a rank is gone; or the one it
+                should come from has left, and then the request is given up.
         """
         self.check(request_id)
         early = self._early.pop((kind, key), None)
         if early is not None:
             return early
+        if (parted := self._parted.get(kind in _FROM_BEHIND)) is not None:
+            self.give_up(request_id, str(parted))
+            raise parted
         future = self._waiting[kind, key] = asyncio.get_running_loop().create_future()
         try:
             message: Message = await future
+        except PeerError as error:
+            if error in self._parted.values():
+                self.give_up(request_id, str(error))
+            raise
         finally:
             self._waiting.pop((kind, key), None)
         return message
@@ -119,6 +136,16 @@ class Talk:
                 future.set_result(message)
             else:
                 self._early[place] = message
+
+    def _said_goodbye(self, link: Link) -> None:
+        """``link``'s peer has said goodbye."""
+        behind = link is self._behind
+        why = f"rank {link.peer} has left while rank {self.rank} still needed it: was it closed?"
+        error = self._parted[behind] = PeerError(why)
+        for (kind, _), future in list(self._waiting.items()):
+            if (kind in _FROM_BEHIND) is behind and not future.done():
+                future.set_exception(error)
+        self._left(error, behind)
 
     def _lost(self, link: Link, error: BaseException) -> None:
         # torch says where in its sources, then what, then gives advice.

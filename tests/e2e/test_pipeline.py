@@ -379,3 +379,106 @@ def test_a_turn_that_ends_on_one_rank_ends_on_all(folder: Path) -> None:
             assert turn["same"]
             assert turn["tokens"] == tokens
         assert found["left"] == []
+
+
+async def close_after_the_last_token(seat: Seat, folder: str, slow: int) -> list[int]:
+    """A turn; rank ``slow`` has its last token in hand, and passes it on when it is told to."""
+    async with running(seat, folder) as rank:
+        if seat.rank == slow:
+            receive, last = rank.engine._talk.receive, len(PROMPT) + NEW - 2
+
+            async def held(kind: str, request_id: str, key: str) -> Any:
+                message = await receive(kind, request_id, key)
+                if kind == "tokens" and key.endswith(f"[{last}]"):
+                    seat.say("has it")
+                    await asyncio.to_thread(seat.hear)
+                return message
+
+            rank.engine._talk.receive = held
+        tokens: list[int] = (await rank.turn())["tokens"]
+        await rank.engine.aclose()
+        seat.say("closed")
+    return tokens
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_rank_that_is_done_closes_before_others_have_their_last_token(
+    folder: Path, slow: int
+) -> None:
+    """A goodbye that is heard before a token was passed on ends nothing: all ranks get theirs."""
+    tokens = [int(token) for token in (folder / "tokens").read_text().split()]
+    with Ranks(4, close_after_the_last_token, str(folder), slow, deadline=100.0) as ranks:
+        ranks.wait_for(slow, "has it")
+        ranks.wait_for(3, "closed")
+        ranks.tell(slow, "go on")
+        assert ranks.results() == [tokens] * 4
+
+
+async def leave_in_the_middle(seat: Seat, folder: str, leaver: int, when: str) -> dict[str, Any]:
+    """A turn that ``leaver`` walks out of, without a word but goodbye."""
+    import time
+
+    from cacheflow.errors import PeerError
+
+    found: dict[str, Any] = {}
+    async with running(seat, folder) as rank:
+        await rank.turn(save=True)
+        begun = asyncio.Event()
+        if when == "loading":
+
+            async def hang(read: object) -> None:
+                begun.set()
+                await asyncio.sleep(3600.0)
+
+            rank.store.before_read = hang
+            task = asyncio.create_task(rank.turn("load"))
+            await begun.wait()
+        elif seat.rank == leaver:
+            decode = rank.engine.decode
+
+            async def stop(request_ids: Any, tokens: Any) -> Any:
+                if begun.is_set():
+                    await asyncio.sleep(3600.0)
+                begun.set()
+                return await decode(request_ids, tokens)
+
+            rank.engine.decode = stop
+            task = asyncio.create_task(rank.turn("load"))
+            await begun.wait()
+        else:
+            task = asyncio.create_task(rank.turn("load"))
+        seat.say("busy")
+        await asyncio.to_thread(seat.hear)
+        start = time.monotonic()
+        if seat.rank == leaver:
+            await rank.engine.aclose()
+            task.cancel()
+            await asyncio.wait([task])
+            return found
+        for name, turn in (("error", task), ("again", rank.turn("load"))):
+            try:
+                await turn
+            except PeerError as error:
+                found[name] = str(error)
+            rank.store.before_read = None
+        found["seconds"] = time.monotonic() - start
+        found["left"] = list(map(str, rank.flow.restorer._jobs))
+    return found
+
+
+@pytest.mark.parametrize(("leaver", "when"), [(1, "loading"), (3, "loading"), (2, "decoding")])
+def test_a_rank_that_leaves_in_the_middle_is_an_error_everywhere(
+    folder: Path, leaver: int, when: str
+) -> None:
+    """What still needs a rank that was closed ends, on every rank, with an error that names it."""
+    with Ranks(4, leave_in_the_middle, str(folder), leaver, when, deadline=100.0) as ranks:
+        for rank in range(4):
+            ranks.wait_for(rank, "busy")
+        for rank in range(4):
+            ranks.tell(rank, "go on")
+        for rank in set(range(4)) - {leaver}:
+            found = ranks.result(rank)
+            assert f"rank {leaver} has left" in found["error"], (rank, found)
+            assert f"rank {leaver} has left" in found["again"], (rank, found)
+            assert found["seconds"] < 30.0, (rank, found)
+            assert found["left"] == []
