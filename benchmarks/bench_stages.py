@@ -4,9 +4,10 @@
     make bench-stages ARGS=--real            two processes over gloo on this machine
 
 In virtual time every stage has compute and a link of its own, loading alone as long as recompute
-alone. The bound is fluid and counts the activations' bytes on the link; the speed-up is over one
-GPU that restores everything from both ends. ``--real`` measures recompute alone and loads alone
-with all stages active, then restores from both ends, in turns.
+alone. The bound is fluid and counts the activations' bytes on the link; what the grid allows is the
+same where compute takes whole layers of whole tiles, none before its activation has come. The
+speed-up is over one GPU that restores everything from both ends. ``--real`` measures recompute
+alone and loads alone with all stages active, then restores from both ends, in turns.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
 
 ITEM_BYTES: Final = 2
 LEAST: Final = 0.98
+"""Of the fluid bound, for the longer prefix."""
+LEAST_POSSIBLE: Final = 0.99
+"""Of what whole layers of whole tiles allow."""
 MACHINE: Final = "h100:llama-3.1-8b"
 LARGE: Final = ("h100:llama-3.1-70b", 25e9 / 8)
 """Model and bytes a second of each GPU's link for the table of many GPUs."""
 STAGES: Final = (2, 4, 8)
 TOKENS: Final = (32768, 65536)
-"""With eight stages of four layers a cell is 2 % of the shorter restore: the limit is for the
-longer one."""
+"""With eight stages of four layers a cell is 2 % of the shorter restore, and an activation takes as
+long as half of its tile's KV: the fluid limit is for the longer one, the other one for both."""
 
 
 class Even(Machine):
@@ -79,6 +83,7 @@ def at_balance(stages: int, tokens: int, *, even: bool) -> dict[str, Any]:
     own = many.restore(tokens, bandwidth)
     waiting = many.restore(tokens, bandwidth, Mode.DEPENDENT)
     bound = max(each.bound for each in own)
+    possible = max(each.possible for each in own)
     behind = own[1:]
     planned = plan_stages(_costs(machine, stages, tokens, bandwidth))
     predicted = predicted_bytes(machine, stages, tokens, bandwidth)
@@ -88,8 +93,10 @@ def at_balance(stages: int, tokens: int, *, even: bool) -> dict[str, Any]:
         "even": even,
         "single_seconds": single.seconds,
         "bound_seconds": bound,
+        "possible_seconds": possible,
         "seconds": slowest(own),
         "efficiency": bound / slowest(own),
+        "of_possible": possible / slowest(own),
         "bound_speedup": single.bound / bound,
         "speedup": single.seconds / slowest(own),
         "without_activations_seconds": slowest(waiting),
@@ -160,15 +167,16 @@ def tell(found: dict[str, Any]) -> None:
     """For people."""
     print(f"{MACHINE}, compute:I/O 1:1 on every stage; even: if all tokens cost the same\n")
     print(
-        "| prefix | S | bound | reached | of bound | speed-up bound | speed-up | no activations "
-        "| planner (balance) | activations MiB a stage (predicted) |"
+        "| prefix | S | bound | reached | of bound | of what the grid allows | speed-up bound "
+        "| speed-up | no activations | planner (balance) "
+        "| activations MiB a stage (predicted) |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in found["balance"]:
         print(
             f"| {row['tokens']}{' even' * row['even']} | {row['stages']} "
             f"| {row['bound_seconds']:.4f} s | {row['seconds']:.4f} s | {row['efficiency']:.3f} "
-            f"| {row['bound_speedup']:.2f} | {row['speedup']:.2f} "
+            f"| {row['of_possible']:.3f} | {row['bound_speedup']:.2f} | {row['speedup']:.2f} "
             f"| {row['without_activations_seconds']:.4f} s | {row['planned_mode']} "
             f"({row['balance']:.2f}) "
             f"| {row['hidden_bytes'] / 2**20:.0f} ({row['predicted_hidden_bytes'] / 2**20:.0f}) |"
@@ -220,9 +228,12 @@ def main() -> int:
     }
     print(json.dumps(found, indent=1)) if options.json else tell(found)
     reached = min(row["efficiency"] for row in found["balance"] if row["tokens"] == TOKENS[-1])
+    possible = min(row["of_possible"] for row in found["balance"])
     if reached < LEAST:
         print(f"error: {reached:.3f} of the bound is under {LEAST}")
-    return int(reached < LEAST)
+    if possible < LEAST_POSSIBLE:
+        print(f"error: {possible:.3f} of what the grid allows is under {LEAST_POSSIBLE}")
+    return int(reached < LEAST or possible < LEAST_POSSIBLE)
 
 
 if __name__ == "__main__":

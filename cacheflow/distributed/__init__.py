@@ -25,6 +25,7 @@ from cacheflow.distributed.stages import (
     StagePlan,
     best_split,
     fluid_seconds,
+    grid_seconds,
     plan_stages,
     worth_storing,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "encode_offering",
     "encode_vote",
     "fluid_seconds",
+    "grid_seconds",
     "plan_stages",
     "worth_storing",
 ]

@@ -24,6 +24,7 @@ __all__ = [
     "StagePlan",
     "best_split",
     "fluid_seconds",
+    "grid_seconds",
     "plan_stages",
     "worth_storing",
 ]
@@ -125,6 +126,26 @@ def fluid_seconds(stage: StageCosts) -> float:
         computed += compute
         loaded -= saved
     return max(computed, loaded)
+
+
+def grid_seconds(stage: StageCosts, layers: int) -> float:
+    """What is left of :func:`fluid_seconds` where compute takes whole ``layers`` of whole units, in
+    order, and none before its activation has come: no scheduler can be faster on the same grid.
+
+    Activations come first, as nothing else on the link is waited for; KV divides at will.
+    """
+    best = loaded = sum(stage.kv)
+    fed = computed = 0.0
+    for compute, kv, hidden in zip(stage.compute, stage.kv, stage.hidden, strict=True):
+        fed += hidden
+        loaded += hidden
+        computed = max(computed, fed)
+        for done in range(1, layers + 1):
+            share = done / layers
+            best = min(best, max(computed + share * compute, loaded - share * kv))
+        computed += compute
+        loaded -= kv
+    return best
 
 
 def best_split(stage: StageCosts) -> StagePlan:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.distributed import Mode, StageCosts, cut_layers, fluid_seconds
+from cacheflow.distributed import Mode, StageCosts, cut_layers, fluid_seconds, grid_seconds
 from cacheflow.testing.virtual import Link, VirtualRun, make_spec
 from cacheflow.types import Coverage
 
@@ -35,6 +35,8 @@ class StageResult:
     seconds: float
     bound: float
     """Fluid bound of the stage, with the bytes of its activations."""
+    possible: float
+    """The same where compute takes whole layers of whole tiles, and waits for activations."""
     load_seconds: float
     """Loading all of its KV, alone."""
     kv_bytes: int
@@ -122,9 +124,11 @@ class Pipeline:
         compute = [spec.num_layers * self._layer_seconds(tile) for tile in spec.tiles]
         cells = {(t, layer): source for _, t, layer, source in run.writes}
         recomputed = sum(spec.tiles[t].width for (t, _), s in cells.items() if s == "recompute")
+        costs = StageCosts(compute, kv, hidden)
         return StageResult(
             seconds=run.restored_at[spec.id],
-            bound=fluid_seconds(StageCosts(compute, kv, hidden)),
+            bound=fluid_seconds(costs),
+            possible=grid_seconds(costs, spec.num_layers),
             load_seconds=sum(kv),
             kv_bytes=run.loaded_bytes["kv"],
             hidden_bytes=run.loaded_bytes["hidden"],

@@ -8,6 +8,7 @@ from cacheflow.distributed import (
     Mode,
     StageCosts,
     fluid_seconds,
+    grid_seconds,
     plan_stages,
     worth_storing,
 )
@@ -37,6 +38,18 @@ def test_plan_is_the_best_split() -> None:
     )
     assert seconds <= by_hand
     assert fluid_seconds(costs) <= seconds <= 1.02 * fluid_seconds(costs)
+
+
+def test_what_the_grid_allows() -> None:
+    """Two units of two layers by hand: the first activation is waited for, the second one comes
+    under the first unit, and a layer is computed or not. Finer layers tend to the fluid bound."""
+    costs = StageCosts([1.0, 1.0], [2.0, 2.0], [0.5, 0.5])
+    # [0, 0.5] first activation, one unit until 1.5; a half more until 2.0, and 1 + 1 s of loads
+    assert grid_seconds(costs, 2) == 2.0
+    assert grid_seconds(costs, 1) == 2.5
+    free = stage(compute=1.0, kv=3.0)
+    assert grid_seconds(free, 1000) == pytest.approx(fluid_seconds(free), rel=1e-3)
+    assert grid_seconds(stage(compute=1e3), 4) == 64.0
 
 
 def test_modes_are_chosen_by_what_they_take() -> None:
