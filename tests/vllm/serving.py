@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from vllm import LLM, SamplingParams
 
 from cacheflow.testing import steered
+from tests.vllm.prompts import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 NEW_TOKENS: Final = 6
-BLOCK_BYTES: Final = 128 * 4 * 2 * 2 * 64 * 4
+BLOCK_BYTES: Final = BLOCK * 4 * 2 * 2 * 64 * 4
 """KV of a block of the tests' model: tokens, layers, K and V, heads, dimensions, float32."""
 POOL_BLOCKS: Final = 90
 """Fewer than eight requests of 2k tokens need, so that some are preempted."""
@@ -117,14 +119,21 @@ class Serving:
             if share == 0.0 or time.monotonic() > end:
                 return share
 
-    def stored(self, blocks: int, since: float = 0.0) -> bool:
-        """Whether the store takes so many blocks ``since`` (see :meth:`stored_bytes`), waited for:
-        they are stored behind the requests."""
+    def stored(self, prompt: list[int]) -> bool:
+        """Whether the store takes all of ``prompt``, waited for: it is stored behind requests, and
+        what a busy tier did not take is stored when it is computed again."""
+        nbytes = len(prompt) // BLOCK * BLOCK_BYTES
+        again = partial(self.generate, [prompt], "recompute", max_tokens=1)
+        return self.comes(lambda: self.stored_bytes() >= nbytes, again)
+
+    def comes(self, true: Callable[[], bool], work: Callable[[], object] | None = None) -> bool:
+        """Whether ``true`` becomes so within a minute; ``work`` is done between the tries."""
         end = time.monotonic() + 60.0
-        while self.stored_bytes() - since < blocks * BLOCK_BYTES:
+        while not true():
             if time.monotonic() > end:
                 return False
-            self.generate([[1, 2, 3]], "recompute", max_tokens=1)
+            if work is not None:
+                work()
         return True
 
     def stored_bytes(self) -> float:

@@ -16,7 +16,7 @@ Expected = dict[tuple[int, ...], list[int]]
 def test_requests_with_one_prefix_restore_it_once(serving: Serving, expected: Expected) -> None:
     """Several requests that arrive together with a stored prefix: one brings it, all have it."""
     assert serving.generate([LONG]) == [expected[tuple(LONG)]]
-    assert serving.stored(len(LONG) // BLOCK)
+    assert serving.stored(LONG)
     for seconds in (0.0, 0.01):
         assert serving.llm.llm_engine.reset_prefix_cache()
         serving.steer(seconds=seconds)
