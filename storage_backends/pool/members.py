@@ -38,6 +38,8 @@ class Members:
         self._options = options
         self._make = make
         self._following: asyncio.Task[None] | None = None
+        self._leaving: list[Peer] = []
+        """Not on the list any more, and not closed yet."""
 
     async def open(self) -> None:
         """Find the stores and try each once; those that cannot be reached are tried on.
@@ -87,10 +89,11 @@ class Members:
             following.cancel()
             await asyncio.wait([following])
         await self._discovery.aclose()
-        peers, self.peers = self.peers, {}
+        peers = [*self.peers.values(), *self._leaving]
+        self.peers, self._leaving = {}, []
         self.placement = Placement((), self._options.replicas)
         if peers:
-            await asyncio.gather(*(peer.aclose() for peer in peers.values()))
+            await asyncio.gather(*(peer.aclose() for peer in peers))
 
     async def _follow(self) -> None:
         while True:
@@ -105,11 +108,12 @@ class Members:
         if not found and self.peers:
             _log.warning("pool: no store is announced any more; those known are kept")
             return
-        gone = [self.peers.pop(name) for name in set(self.peers) - set(found)]
+        self._leaving += [self.peers.pop(name) for name in set(self.peers) - set(found)]
         for name, address in found.items():
             if name not in self.peers:
                 self.peers[name] = self._make(name, address)
                 self.peers[name].start()
         self.placement = Placement(self.peers, self._options.replicas)
-        if gone:
-            await asyncio.gather(*(peer.aclose() for peer in gone))
+        if self._leaving:
+            await asyncio.gather(*(peer.aclose() for peer in self._leaving))
+            self._leaving = []
