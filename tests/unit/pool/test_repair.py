@@ -187,13 +187,22 @@ async def test_another_client_was_quicker() -> None:
     async with two_stores() as (first, second), client(first, second) as backend:
         await store_all(backend, *OBJECTS[:1])
         await lose(second, OBJECTS[0])
-        with mock.patch.object(backend.repair, "_read", side_effect=AssertionError):
-            lookup = asyncio.create_task(look_up(backend, OBJECTS[:1]))
-            await until(lambda: bool(backend.repair._waiting))
+        has_it, stored = backend.looking.has, asyncio.Event()
+
+        async def later(*args: Any) -> bool:
+            await stored.wait()
+            return await has_it(*args)
+
+        with (
+            mock.patch.object(backend.looking, "has", later),
+            mock.patch.object(backend.repair, "_read", side_effect=AssertionError),
+        ):
+            await look_up(backend, OBJECTS[:1])
             async with client(second) as other:
                 await store_all(other, OBJECTS[0])
-            await lookup
+            stored.set()
             await idle(backend)
+        assert not backend.repair.dropped
         assert not backend.repair.copied
 
 
