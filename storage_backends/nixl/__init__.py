@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.storage_backends.nixl.drivers import DRIVERS, Driver
+from cacheflow.storage_backends.nixl.storage import NixlStorage
 from cacheflow.storage_backends.nixl.target import NixlTarget
 from cacheflow.storage_backends.nixl.transport import NixlTransport
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from cacheflow.pool import Access
     from cacheflow.types import Buffer
 
-__all__ = ["NIXL", "NixlTarget", "NixlTransport"]
+__all__ = ["DRIVERS", "NIXL", "Driver", "NixlStorage", "NixlTarget", "NixlTransport"]
 
 
 class _Nixl:

@@ -22,7 +22,17 @@ from cacheflow.types import MemoryKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["INSTALL", "Agent", "Range", "UcxAgent", "Way", "why_missing"]
+__all__ = [
+    "INSTALL",
+    "Agent",
+    "Range",
+    "UcxAgent",
+    "Way",
+    "device_of",
+    "import_api",
+    "segment",
+    "why_missing",
+]
 
 INSTALL: Final = "pip install --no-deps nixl-cu12==1.5.1 nixl==1.5.1 numpy"
 """Enough without CUDA: plain ``pip install nixl`` brings gigabytes of it."""
@@ -84,7 +94,7 @@ class UcxAgent:
     """
 
     def __init__(self, name: str) -> None:
-        api = _import_api()
+        api = import_api()
         check_fabric()
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
@@ -96,8 +106,8 @@ class UcxAgent:
         self.name = name
 
     def register(self, address: int, nbytes: int, kind: MemoryKind) -> object:
-        device = _device_of(address) if kind is MemoryKind.DEVICE else 0
-        return self._agent.register_memory([(address, nbytes, device, "")], _segment(kind))
+        memory = [(address, nbytes, device_of(address, kind), "")]
+        return self._agent.register_memory(memory, segment(kind))
 
     def deregister(self, registered: object) -> None:
         self._agent.deregister_memory(registered)
@@ -117,8 +127,8 @@ class UcxAgent:
     ) -> object:
         # Lists made for each transfer: for a handful of ranges that is four times faster than
         # picking pages by index out of lists prepared for the whole arenas (docs/nixl.md).
-        device = _device_of(ours[0][0]) if kind is MemoryKind.DEVICE else 0
-        local = self._agent.get_xfer_descs([(*each, device) for each in ours], _segment(kind))
+        device = device_of(ours[0][0], kind)
+        local = self._agent.get_xfer_descs([(*each, device) for each in ours], segment(kind))
         remote = self._agent.get_xfer_descs([(*each, 0) for each in theirs], "DRAM")
         handle = self._agent.initialize_xfer(way, local, remote, peer)
         try:
@@ -159,13 +169,13 @@ def check_fabric() -> None:
 def why_missing() -> str | None:
     """What keeps NIXL from being imported here, in a sentence; None if nothing does."""
     try:
-        _import_api()
+        import_api()
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _import_api() -> Any:
+def import_api() -> Any:
     """``nixl._api``, without what importing it does to logging."""
     raises = logging.raiseExceptions
     try:
@@ -181,18 +191,24 @@ def _import_api() -> Any:
     return api
 
 
-def _segment(kind: MemoryKind) -> str:
+def segment(kind: MemoryKind) -> str:
+    """NIXL's word for it."""
     return "VRAM" if kind is MemoryKind.DEVICE else "DRAM"
 
 
-def _device_of(address: int) -> int:
-    """The CUDA device on which ``address`` lies. Not tried on a real one yet.
+def device_of(address: int, kind: MemoryKind) -> int:
+    """The CUDA device on which ``address`` lies; 0 for memory of the host. Not tried on a real one.
 
     Raises:
         ConfigError: CUDA does not know the address.
     """
+    if kind is not MemoryKind.DEVICE:
+        return 0
     device = ctypes.c_int(-1)
-    cuda = ctypes.CDLL("libcuda.so.1")
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ConfigError(f"device memory at {address:#x}, and no CUDA driver: {error}") from error
     status = cuda.cuPointerGetAttribute(
         ctypes.byref(device), _DEVICE_ORDINAL, ctypes.c_void_p(address)
     )

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from cacheflow.errors import BackendError
 from cacheflow.pool import messages
@@ -19,7 +19,7 @@ from cacheflow.storage_backends.pool.headers import Headers
 from cacheflow.storage_backends.pool.peer import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from cacheflow.storage_backends.flights import Flights
     from cacheflow.storage_backends.pool.headers import Listed
@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Looking"]
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _MOST_PLACES: Final = 65536
 """Objects of which is remembered which stores have them."""
+_SLICE: Final = 32
+"""Chunks that are dealt with in one go: a millisecond, then others have the loop."""
 _FEW: Final = 16
 """Headers that are decoded on the loop: less than a millisecond."""
 
@@ -62,13 +65,16 @@ class Looking:
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         """See the contract."""
         asked: dict[Peer, list[ChunkKey]] = {}
-        for key in dict.fromkeys(keys):
-            for peer in self._members.of(key.digest):
-                asked.setdefault(peer, []).append(key)
+        async for some in _slices(list(dict.fromkeys(keys))):
+            for key in some:
+                for peer in self._members.of(key.digest):
+                    asked.setdefault(peer, []).append(key)
         works = [partial(self._lookup_at, peer, chunks) for peer, chunks in asked.items()]
         answers = [answer for answer in await self._flights.all(works) if answer is not None]
-        found = {key: self._merged(key, answers) for key in keys}
-        return [found[key] for key in keys]
+        found: list[Sequence[ChunkInfo]] = []
+        async for some in _slices(keys):
+            found += [self._merged(key, answers) for key in some]
+        return found
 
     def route(self, key: ObjectKey) -> list[Peer]:
         """Stores that are up and may have the object."""
@@ -86,8 +92,9 @@ class Looking:
         """
         request = messages.Lookup(chunks=(key.chunk.digest,), known=(), lease=False)
         answer = await peer.ask(request, messages.LookupReply)
-        [found, *_] = await _decoded(self.headers_of(peer), [key.chunk], answer) or [[]]
-        return any(listed.info.key == key for listed in found)
+        pairs = [(key.chunk, objects) for objects in answer.found[:1]]
+        found = await _decoded(self.headers_of(peer), pairs)
+        return any(listed.info.key == key for objects in found for listed in objects)
 
     def found_at(self, peer: Peer, key: ObjectKey) -> None:
         """The store has a copy too, from now on."""
@@ -124,11 +131,12 @@ class Looking:
                 return None
             if not 0 < len(answer.found) <= len(batch):
                 return None
-            decoded = await _decoded(headers, batch, answer)
-            for chunk, objects in zip(batch, decoded, strict=False):
-                headers.keep(chunk, objects)
-                found[chunk] = [listed.info for listed in objects]
-                _remember_places(peer, objects, asked_at)
+            async for some in _slices(list(zip(batch, answer.found, strict=False))):
+                decoded = await _decoded(headers, some)
+                for (chunk, _), objects in zip(some, decoded, strict=True):
+                    headers.keep(chunk, objects)
+                    found[chunk] = [listed.info for listed in objects]
+                    _remember_places(peer, objects, asked_at)
             at += len(answer.found)
         return _Answer(peer, found)
 
@@ -164,11 +172,19 @@ class Looking:
                 self._lacks(peer, infos[key], others)
 
 
+async def _slices(items: Sequence[T]) -> AsyncGenerator[Sequence[T], None]:
+    """``items`` in order, few at a time, the loop's other work in between."""
+    for at in range(0, len(items), _SLICE):
+        if at:
+            await asyncio.sleep(0)
+        yield items[at : at + _SLICE]
+
+
 async def _decoded(
-    headers: Headers, chunks: Sequence[ChunkKey], answer: messages.LookupReply
+    headers: Headers, pairs: Sequence[tuple[ChunkKey, Sequence[tuple[int, bytes, int]]]]
 ) -> list[list[Listed]]:
-    new = sum(bool(header) for objects in answer.found for _, header, _ in objects)
-    pairs = list(zip(chunks, answer.found, strict=False))
+    """Of each chunk, with what a store answered for it."""
+    new = sum(bool(header) for _, objects in pairs for _, header, _ in objects)
 
     def decode() -> list[list[Listed]]:
         return [headers.decode(chunk, objects) for chunk, objects in pairs]

@@ -22,6 +22,7 @@ from cacheflow.pool import StoreSettings, messages, running
 from cacheflow.settings import TierSettings
 from cacheflow.storage_backends.pool import PoolBackend, tcp
 from cacheflow.storage_backends.pool.channel import Channel, Refused
+from cacheflow.storage_backends.pool.headers import Headers
 from cacheflow.testing.objects import load_one, make_object
 from cacheflow.testing.storage_harness import store_all
 from cacheflow.testing.store_process import free_port
@@ -267,6 +268,43 @@ async def test_metrics_say_what_happened_and_over_which_transport() -> None:
         f'cacheflow_tier_used_bytes{{tier="arena"}} {float(3 * SIZE)}',
     ):
         assert line in text.splitlines()
+
+
+async def test_a_long_lookup_lets_others_have_the_loop() -> None:
+    """Of hundreds of chunks a few are dealt with at a time, when their headers are new and when
+    they are known: in between all else runs, and the answers are in the order asked."""
+    objects = [make_object(number) for number in range(150)]
+    async with serving(arena=400 * SIZE) as server, client(server) as backend:
+        await store_all(backend, *objects)
+        dealt = most = 0
+
+        def counted(work: Callable[..., Any]) -> Callable[..., Any]:
+            def step(*args: Any) -> Any:
+                nonlocal dealt, most
+                dealt += 1
+                most = max(most, dealt)
+                return work(*args)
+
+            return step
+
+        async def others() -> None:
+            nonlocal dealt
+            while True:
+                dealt = 0
+                await asyncio.sleep(0)
+
+        looking = backend.looking
+        keys = [each.key.chunk for each in objects]
+        with (
+            mock.patch.object(looking, "_merged", counted(looking._merged)),
+            mock.patch.object(Headers, "keep", counted(Headers.keep)),
+            mock.patch.object(backend.members, "of", counted(backend.members.of)),
+        ):
+            running_others = asyncio.create_task(others())
+            for _ in range(2):
+                assert await backend.lookup(keys) == [[each.info] for each in objects]
+            running_others.cancel()
+        assert 0 < most <= 64
 
 
 async def test_headers_are_sent_once() -> None:
