@@ -125,6 +125,8 @@ class PrometheusObserver:
         series.restore.labels(event.policy, event.outcome).observe(seconds)
         for source, cells in event.cells.items():
             series.restore_tokens.labels(source).inc(cells / event.num_layers)
+        if event.stage_balance is not None:
+            series.balance.labels(series.stage).set(event.stage_balance)
         total, recomputed = sum(event.cells.values()), event.cells.get("recompute", 0)
         if event.outcome != "restored" or not (total and event.stored_tokens):
             return

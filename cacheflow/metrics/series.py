@@ -34,7 +34,9 @@ class Series:
         self._costs()
         for to in ("load", "recompute"):  # a rate is known before the first of them
             self.fallbacks.labels(to)
-        self._stage = "" if stage is None else f"{stage}/"
+        self.stage = "" if stage is None else str(stage)
+        """Value of a ``stage`` label that is about the whole of it."""
+        self._stage = self.stage and f"{stage}/"
         for suffix in (False, True):
             self.computed(is_suffix=suffix)
         self.hedged.labels("recompute")
@@ -87,6 +89,13 @@ class Series:
         )
         self.compute_busy = self._counter(
             "compute_busy_seconds", "Seconds the compute stream worked.", "stage"
+        )
+
+        self.balance = self._gauge(
+            "stage_balance_ratio",
+            "Mean over the longest of a pipeline's latest restores: 1 where all stages end "
+            "together. Only in a pipeline.",
+            "stage",
         )
 
     def _transfers(self) -> None:

@@ -453,5 +453,6 @@ class Restorer:
                 num_layers=job.spec.num_layers,
                 cells=cells,
                 stored_tokens=job.stored_tokens,
+                stage_balance=None if self.stage is None else self.stage.balance,
             )
         )

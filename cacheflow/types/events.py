@@ -129,6 +129,9 @@ class RestoreEnded:
     """Token-layers by source: ``recompute`` and one entry a channel."""
     stored_tokens: int = 0
     """Tokens of the prefix that some tier had."""
+    stage_balance: float | None = None
+    """In a pipeline: mean over the longest of the stages' restores before this one, which all
+    stages know alike; None before there was any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import bench_scrape
 import pytest
+from prometheus_client import generate_latest
 
 from cacheflow.metrics import PrometheusObserver, Timeline, together
 from cacheflow.types import (
@@ -81,6 +83,19 @@ def test_a_pipeline_stage_has_its_number_in_the_label() -> None:
     for stage, seconds in (("1/prefix", 0.5), ("1/suffix", 0.2)):
         busy = value("cacheflow_compute_busy_seconds_total", {"stage": stage})
         assert busy == pytest.approx(seconds)
+
+
+def test_the_balance_of_a_pipeline_is_a_gauge() -> None:
+    """Each restore says how evenly the stages ended the one before; nothing of it elsewhere."""
+    observer, alone = PrometheusObserver(stage=1), PrometheusObserver()
+    for event in EVENTS:
+        alone(event)
+        if isinstance(event, RestoreEnded):
+            for balance in (None, 0.9, 0.7):
+                observer(replace(event, stage_balance=balance))
+    name = "cacheflow_stage_balance_ratio"
+    assert observer.registry.get_sample_value(name, {"stage": "1"}) == 0.7
+    assert f"{name}{{" not in generate_latest(alone.registry).decode()
 
 
 def test_instances_do_not_clash() -> None:
