@@ -28,31 +28,41 @@ STAGES: Final = 2
 SUFFIX: Final = 32
 _DEADLINE: Final = 1800.0
 _MIB: Final = 2**20
+_STORE_BYTES: Final = 16 << 30
+"""Touched as it fills."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of two ranks, put together. Blocking."""
+    """Two ranks on this machine's CPU. Blocking."""
     from rigs import model_folder
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = model_folder(options, Path(scratch))
-        what = (str(folder), options.real_tokens, options.rounds, options.threads)
-        ranks = run_ranks(STAGES, stage, *what, deadline=_DEADLINE)
-    rounds = []
+        return measure_stages(STAGES, folder, options.real_tokens, options.rounds, options.threads)
+
+
+def measure_stages(
+    stages: int, folder: Path, tokens: int, rounds: int, threads: int, dtype: str = "float32"
+) -> dict[str, Any]:
+    """Rounds of ``stages`` ranks, put together: on GPUs where there are any. Blocking."""
+    ranks = run_ranks(
+        stages, stage, str(folder), tokens, rounds, threads, dtype, deadline=_DEADLINE
+    )
+    rows: list[dict[str, Any]] = []
     for parts in zip(*(rank["rounds"] for rank in ranks), strict=True):
         bound = max(part["bound"] for part in parts)
         row = {way: max(part[way] for part in parts) for way in ("load", "both", "waiting")}
         row |= {"compute": max(part["compute"] for part in parts), "bound": bound}
         row["efficiency"] = bound / row["both"]
         row["efficiency_waiting"] = max(part["bound_without"] for part in parts) / row["waiting"]
-        rounds.append(row)
+        rows.append(row)
     last = [rank["rounds"][-1] for rank in ranks]
     return {
-        "tokens": options.real_tokens,
-        "stages": STAGES,
-        "rounds": rounds,
-        "efficiency": statistics.median(row["efficiency"] for row in rounds),
-        "efficiency_waiting": statistics.median(row["efficiency_waiting"] for row in rounds),
+        "tokens": tokens,
+        "stages": stages,
+        "rounds": rows,
+        "efficiency": statistics.median(row["efficiency"] for row in rows),
+        "efficiency_waiting": statistics.median(row["efficiency_waiting"] for row in rows),
         "recomputed": [part["recomputed"] for part in last],
         "hidden_bytes": [part["hidden_bytes"] for part in last],
         "predicted_hidden_bytes": [part["predicted_hidden_bytes"] for part in last],
@@ -63,7 +73,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def stage(seat: Seat, folder: str, tokens: int, rounds: int, threads: int) -> dict[str, Any]:
+async def stage(
+    seat: Seat, folder: str, tokens: int, rounds: int, threads: int, dtype: str
+) -> dict[str, Any]:
     """One rank of the measurement."""
     from cacheflow.plugins.pipeline import PipelineEngine
     from cacheflow.registry import load_backend
@@ -73,14 +85,14 @@ async def stage(seat: Seat, folder: str, tokens: int, rounds: int, threads: int)
 
     engine = await PipelineEngine.open_model(
         folder,
-        dtype="float32",
+        dtype=dtype,
         threads=threads,
         rank=seat.rank,
-        stages=seat.count,
+        ranks=seat.count,
         init_method=seat.init_method,
         deadline=120.0,
     )
-    store = await load_backend("dram").open({"capacity_bytes": 4 << 30})
+    store = await load_backend("dram").open({"capacity_bytes": _STORE_BYTES})
     link = Link(0.0, 0.0)
     events: list[Event] = []
     settings = Settings(staging_bytes=512 << 20, keep_costs=False)
@@ -187,23 +199,24 @@ class Bench:
 
 def tell_real(found: dict[str, Any]) -> None:
     """For people."""
-    print(f"{found['stages']} processes over gloo, prefix {found['tokens']}, compute:I/O 1:1\n")
+    print(f"{found['stages']} processes over gloo, prefix {found['tokens']}\n")
     print(
-        "| recompute alone | loads alone | bound | both ends | of bound | without activations "
-        "| of its bound |"
+        "| recompute alone | loads alone | compute:I/O | bound | both ends | of bound "
+        "| without activations | of its bound |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for row in found["rounds"]:
         print(
-            f"| {row['compute']:.3f} s | {row['load']:.3f} s | {row['bound']:.3f} s "
+            f"| {row['compute']:.3f} s | {row['load']:.3f} s "
+            f"| {row['compute'] / row['load']:.2f} | {row['bound']:.3f} s "
             f"| {row['both']:.3f} s | {row['efficiency']:.3f} | {row['waiting']:.3f} s "
             f"| {row['efficiency_waiting']:.3f} |"
         )
-    shares = ", ".join(f"{share:.0%}" for share in found["recomputed"])
+    shares = ", ".join(f"{share:.0%} and {1 - share:.0%}" for share in found["recomputed"])
     print(
         f"\nmedian: {found['efficiency']:.3f} of the bound, {found['efficiency_waiting']:.3f} "
-        f"without activations; recomputed by stage: {shares}; answers equal in all ranks: "
-        f"{found['tokens_equal']}; planner: {', '.join(found['planner'])}"
+        f"without activations; recomputed and loaded by stage: {shares}; answers "
+        f"equal in all ranks: {found['tokens_equal']}; planner: {', '.join(found['planner'])}"
     )
     for rank, nbytes in enumerate(found["hidden_bytes"]):
         print(

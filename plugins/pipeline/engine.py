@@ -8,7 +8,6 @@ as under torchrun. Implements :class:`cacheflow.abc.Staged`; what is fed when is
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,10 +16,10 @@ from cacheflow.distributed import cut_layout
 from cacheflow.errors import ConfigError, PeerError
 from cacheflow.kv import boundary_shard
 from cacheflow.plugins.pipeline.cutting import keep_layers, load_checked
-from cacheflow.plugins.pipeline.links import Message, join_group
+from cacheflow.plugins.pipeline.links import Message
 from cacheflow.plugins.pipeline.talk import Talk
+from cacheflow.plugins.ranks import gloo_group, join_ranks, leave_ranks, rank_device
 from cacheflow.plugins.transformers.copies import as_torch_wants
-from cacheflow.plugins.transformers.device import pick_device
 from cacheflow.plugins.transformers.engine import TransformersEngine, check_options, streams_of
 from cacheflow.plugins.transformers.pages import Paused
 from cacheflow.types import Agreement, TileGrid
@@ -28,6 +27,8 @@ from cacheflow.types import Agreement, TileGrid
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from torch import distributed
 
     from cacheflow.abc import StageListener
     from cacheflow.plugins.transformers.request import OpenRequest
@@ -39,16 +40,24 @@ __all__ = ["PipelineEngine"]
 class PipelineEngine(TransformersEngine):
     """Use :meth:`open_model` on every rank; close with :meth:`aclose`."""
 
-    def __init__(self, model: Any, *, rank: int, count: int, deadline: float, **parts: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        rank: int,
+        group: distributed.ProcessGroup,
+        deadline: float,
+        **parts: Any,
+    ) -> None:
         super().__init__(model, **parts)
         self.rank = rank
-        self.num_stages = count
-        self.is_last = rank == count - 1
+        self.num_stages = group.size()
+        self.is_last = rank == self.num_stages - 1
         self.boundary = self._boundary(model.config.hidden_size, model.dtype) if rank else None
         self._device = next(model.parameters()).device
         self._listener: StageListener | None = None
         self._unheard: list[Message] = []
-        self._talk = Talk(rank, count, deadline, self._told, self._failed, self._left)
+        self._talk = Talk(rank, group, deadline, self._told, self._failed, self._left)
         self._deadline = deadline
 
     def _boundary(self, hidden_size: int, dtype: torch.dtype) -> Shard:
@@ -67,33 +76,37 @@ class PipelineEngine(TransformersEngine):
         chunk_tokens: int = 256,
         grid: TileGrid | None = None,
         rank: int | None = None,
-        stages: int | None = None,
+        ranks: int | None = None,
         init_method: str = "env://",
         deadline: float = 60.0,
     ) -> Self:
         """Load this rank's layers of the model in a folder, and meet the other ranks.
 
-        ``rank``, ``stages``: default to what torchrun sets (``RANK``, ``WORLD_SIZE``). ``device``
-        auto: the CUDA device of ``LOCAL_RANK``, else the CPU. ``deadline``: seconds after which a
-        rank that says nothing counts as dead. The rest as for one process: ``grid_id`` is the same.
+        ``rank`` of ``ranks``, each a stage: default to what torch.distributed was initialised with,
+        else to what torchrun sets. ``device`` auto: the CUDA device of ``LOCAL_RANK``, else the
+        CPU. ``deadline``: seconds after which a rank that says nothing counts as dead. The rest as
+        for one process: ``grid_id`` is the same.
 
         Raises:
-            ConfigError: as for one process; or more stages than layers, or no others to be found.
+            ConfigError: as for one process; or more stages than layers, or nothing says which ranks
+                there are.
+            PeerError: other ranks did not come.
         """
-        rank = _from_environment("RANK") if rank is None else rank
-        stages = _from_environment("WORLD_SIZE") if stages is None else stages
-        if device == "auto" and torch.cuda.is_available():
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        where, grid = pick_device(device), grid or TileGrid()
+        where, grid = rank_device(device), grid or TileGrid()
         check_options(grid, chunk_tokens, threads, kv_bytes)
         loaded, parts = await load_checked(model, dtype, where, chunk_tokens, grid, threads)
-        shard = cut_layout(parts["layout"], stages=stages)[rank][0]
-        await asyncio.to_thread(keep_layers, loaded, shard, where)
-        await asyncio.to_thread(join_group, rank, stages, init_method, deadline)
+        joined = await asyncio.to_thread(join_ranks, rank, ranks, init_method, deadline)
+        try:
+            shard = cut_layout(parts["layout"], stages=joined.count)[joined.rank][0]
+            await asyncio.to_thread(keep_layers, loaded, shard, where)
+            group = await asyncio.to_thread(gloo_group, deadline)
+        except BaseException:  # cancelled as well: the next attempt begins anew
+            leave_ranks(joined)
+            raise
         return cls(
             loaded,
-            rank=rank,
-            count=stages,
+            rank=joined.rank,
+            group=group,
             deadline=deadline,
             grid=grid,
             kv_bytes=kv_bytes,
@@ -163,7 +176,9 @@ class PipelineEngine(TransformersEngine):
             with self._streams.copy():
                 held = page.paused.get(tile.start)
                 if held is None or held.layer:
-                    held = page.paused[tile.start] = Paused(self._room(tile.width), 0)
+                    room = self._room(tile.width)
+                    self._streams.hand_to_compute(room)
+                    held = page.paused[tile.start] = Paused(room, 0)
                 for part in parts:
                     at = part.chunk * self.layout.chunk_tokens - tile.start
                     rows = self._activation(part)
@@ -302,6 +317,7 @@ class PipelineEngine(TransformersEngine):
         def work() -> None:
             with self._streams.copy():
                 placed = hidden.unsqueeze(0).to(self._device)
+                self._streams.hand_to_compute(placed)
                 self._streams.mark().synchronize()
             page.paused[start] = Paused(placed, 0)
 
@@ -334,10 +350,3 @@ class PipelineEngine(TransformersEngine):
 def _hidden(hidden: torch.Tensor) -> torch.Tensor:
     """The only token of each row."""
     return hidden[:, 0]
-
-
-def _from_environment(name: str) -> int:
-    value = os.environ.get(name, "")
-    if not value.isdecimal():
-        raise ConfigError(f"{name} is {value!r}: start the stages with torchrun, or pass it")
-    return int(value)

@@ -15,18 +15,15 @@ import json
 import queue
 import threading
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import distributed
 
-from cacheflow.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Link", "Message", "join_group"]
+__all__ = ["Link", "Message"]
 
 _HEADER: Final = 3
 """int64s: format, bytes of the body, bytes of the tensor."""
@@ -49,37 +46,21 @@ class Message:
     tensor: torch.Tensor | None = None
 
 
-def join_group(rank: int, count: int, init_method: str, deadline: float) -> None:
-    """Meet all other ranks. Blocking. ``deadline``: seconds to wait for them, now and later.
-
-    Raises:
-        ConfigError: they did not come, or cannot be found.
-    """
-    try:
-        distributed.init_process_group(
-            "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=deadline),
-        )
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"rank {rank} of {count} finds no others: {error}") from error
-
-
 class Link:
-    """This rank's line to ``peer``. ``heard``, ``left`` (the peer said goodbye first, after all
-    that was heard) and ``broken`` are called on the event loop."""
+    """This rank's line to ``peer``, in a group over gloo. On the event loop it calls ``heard``;
+    ``left``, if the peer said goodbye first, after all that was heard; or ``broken``."""
 
     def __init__(
         self,
         peer: int,
+        group: distributed.ProcessGroup,
         deadline: float,
         heard: Callable[[Link, Message], None],
         left: Callable[[Link], None],
         broken: Callable[[Link, BaseException], None],
     ) -> None:
         self.peer = peer
+        self._group = group
         self._deadline = deadline
         self._heard = heard
         self._left = left
@@ -128,10 +109,11 @@ class Link:
         text = json.dumps([message.kind, body]).encode()
         nbytes = 0 if tensor is None else tensor.nbytes
         header = torch.tensor([_FORMAT, len(text), nbytes], dtype=torch.int64)
-        distributed.send(header, self.peer)
-        distributed.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.peer)
+        distributed.send(header, self.peer, self._group)
+        said = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        distributed.send(said, self.peer, self._group)
         if tensor is not None and nbytes:
-            distributed.send(tensor.view(torch.uint8).flatten(), self.peer)
+            distributed.send(tensor.view(torch.uint8).flatten(), self.peer, self._group)
 
     def _receive_all(self) -> None:
         try:
@@ -150,19 +132,19 @@ class Link:
 
     def _receive(self) -> Message:
         header = torch.zeros(_HEADER, dtype=torch.int64)
-        distributed.recv(header, self.peer)
+        distributed.recv(header, self.peer, self._group)
         what, body_bytes, nbytes = header.tolist()
         if what != _FORMAT or not (0 < body_bytes <= _MOST_BODY and 0 <= nbytes <= _MOST_TENSOR):
             raise ConnectionError("it speaks another version")
         text = torch.zeros(body_bytes, dtype=torch.uint8)
-        distributed.recv(text, self.peer)
+        distributed.recv(text, self.peer, self._group)
         kind, body = json.loads(text.numpy().tobytes())
         if "dtype" not in body:
             return Message(kind, body)
         dtype: torch.dtype = getattr(torch, body.pop("dtype"))
         tensor = torch.empty(body.pop("shape"), dtype=dtype)
         if nbytes:
-            distributed.recv(tensor.view(torch.uint8).flatten(), self.peer)
+            distributed.recv(tensor.view(torch.uint8).flatten(), self.peer, self._group)
         return Message(kind, body, tensor)
 
     def _tell(self, callback: Callable[..., None], *what: object) -> None:

@@ -18,6 +18,8 @@ from cacheflow.plugins.pipeline.links import Link, Message
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import distributed
+
 __all__ = ["Talk"]
 
 _GIVE_UP: Final = "give up"
@@ -38,7 +40,7 @@ class Talk:
     def __init__(
         self,
         rank: int,
-        count: int,
+        group: distributed.ProcessGroup,
         deadline: float,
         told: Callable[[Message], bool],
         failed: Callable[[str | None, PeerError], None],
@@ -54,9 +56,9 @@ class Talk:
         self._given_up: OrderedDict[str, PeerError] = OrderedDict()
         self._parted: dict[bool, PeerError] = {}
         """Of the stage behind (True) and the one before (False), if it has said goodbye."""
-        callbacks = (deadline, self._heard, self._said_goodbye, self._lost)
-        self._before = Link(rank - 1, *callbacks) if rank else None
-        self._behind = None if rank == count - 1 else Link(rank + 1, *callbacks)
+        common = (group, deadline, self._heard, self._said_goodbye, self._lost)
+        self._before = Link(rank - 1, *common) if rank else None
+        self._behind = None if rank == group.size() - 1 else Link(rank + 1, *common)
 
     def forward(self, message: Message) -> None:
         """To the stage behind, if there is one."""

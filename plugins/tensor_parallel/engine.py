@@ -15,11 +15,12 @@ import torch
 
 from cacheflow.distributed import cut_layout
 from cacheflow.errors import CacheFlowError, ConfigError, PeerError
+from cacheflow.plugins.ranks import rank_device
 from cacheflow.plugins.tensor_parallel.conductor import Conductor
 from cacheflow.plugins.tensor_parallel.cut import cut_model
 from cacheflow.plugins.tensor_parallel.group import Group
 from cacheflow.plugins.transformers.check import check_walk
-from cacheflow.plugins.transformers.device import fast_dtype, pick_device
+from cacheflow.plugins.transformers.device import fast_dtype
 from cacheflow.plugins.transformers.engine import (
     TransformersEngine,
     check_options,
@@ -78,23 +79,29 @@ class TensorParallelEngine(TransformersEngine):
         kv_bytes: int = 4 << 30,
         chunk_tokens: int = 256,
         grid: TileGrid | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
+        init_method: str = "env://",
         deadline: float = 60.0,
     ) -> Self:
         """Load this rank's part of the model in the folder ``model``, and meet the other ranks.
 
-        Takes the ranks that torch.distributed was initialised with, or those that torchrun started.
-        ``kv_bytes``: of this rank. The rest as for one process.
+        ``rank`` of ``ranks``: default to what torch.distributed was initialised with, else to what
+        torchrun sets. ``device`` auto: the CUDA device of ``LOCAL_RANK``, else the CPU.
+        ``deadline``: seconds to wait for other ranks. ``kv_bytes``: of this rank. The rest as for
+        one process.
 
         Raises:
-            ConfigError: as for one process; or the model cannot be cut among so many ranks.
+            ConfigError: as for one process; or the model cannot be cut among so many ranks, or
+                nothing says which ranks there are.
             PeerError: other ranks did not come, or are gone.
         """
-        where, grid = pick_device(device), grid or TileGrid()
+        where, grid = rank_device(device), grid or TileGrid()
         check_options(grid, chunk_tokens, threads, kv_bytes)
         chosen = fast_dtype(where) if dtype == "auto" else dtype
         host = torch.device("cpu")
         loaded, parts = await asyncio.to_thread(load_parts, model, chosen, host, chunk_tokens)
-        group = await asyncio.to_thread(Group.open, where, deadline)
+        group = await asyncio.to_thread(Group.open, where, deadline, rank, ranks, init_method)
         whole = await asyncio.to_thread(_cut, loaded, group, where)
         engine = cls(
             loaded,

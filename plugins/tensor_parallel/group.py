@@ -7,31 +7,29 @@ thread each. A rank that died, or does not come in time, is an error here on eve
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 
-from cacheflow.errors import ConfigError, PeerError
+from cacheflow.errors import PeerError
+from cacheflow.plugins.ranks import Joined, join_ranks, leave_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["Group"]
 
-_ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 
 class Group:
     """Use :meth:`open`. ``deadline``: seconds that a rank waits for the others."""
 
-    def __init__(self, device: torch.device, deadline: float, *, owned: bool) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, device: torch.device, deadline: float, joined: Joined) -> None:
+        self.rank, self.size = joined.rank, joined.count
         self._deadline = deadline
-        self._owned = owned
+        self._joined = joined
         self.broken = False
         """Whether an exchange has failed: the ranks are not in step any more."""
         timeout = timedelta(seconds=deadline)
@@ -43,25 +41,18 @@ class Group:
         )
 
     @classmethod
-    def open(cls, device: torch.device, deadline: float) -> Self:
-        """The ranks that torch.distributed knows, or else those that torchrun started.
-
-        Blocks until all of them are here.
-
-        Raises:
-            ConfigError: nothing says which ranks there are.
-            PeerError: some did not come.
-        """
-        owned = not dist.is_initialized()
-        if owned and (missing := [name for name in _ENVIRONMENT if name not in os.environ]):
-            raise ConfigError(
-                f"tensor parallel: {missing[0]} is not set; start the program with torchrun, or "
-                "call torch.distributed.init_process_group before"
-            )
+    def open(
+        cls,
+        device: torch.device,
+        deadline: float,
+        rank: int | None = None,
+        ranks: int | None = None,
+        init_method: str = "env://",
+    ) -> Self:
+        """See :func:`cacheflow.plugins.ranks.join_ranks`, which says what is raised. Blocking."""
+        joined = join_ranks(rank, ranks, init_method, deadline)
         with _told("while they were gathering", deadline):
-            if owned:
-                dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
-            return cls(device, deadline, owned=owned)
+            return cls(device, deadline, joined)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave, by rank; all give as much."""
@@ -98,8 +89,7 @@ class Group:
 
     def close(self) -> None:
         """Leave the process group as it was found."""
-        if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
+        leave_ranks(self._joined)
 
 
 def _gather(into: torch.Tensor, mine: torch.Tensor, group: Any) -> None:

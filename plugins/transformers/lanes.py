@@ -62,6 +62,11 @@ class Streams(Protocol):
         """``numbers`` as int64 on the device, without waiting for the device."""
         ...
 
+    def hand_to_compute(self, made: torch.Tensor) -> None:
+        """``made`` on another stream is used on the compute stream: its memory is not given to
+        anything else before that has passed whatever uses it."""
+        ...
+
 
 class _Passed:
     """A mark on a thread that does its work itself: passed when it is made."""
@@ -97,6 +102,9 @@ class CpuStreams:
 
     def upload(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64)
+
+    def hand_to_compute(self, made: torch.Tensor) -> None:
+        return
 
 
 class _CudaMark:
@@ -142,6 +150,9 @@ class CudaStreams:
     def upload(self, numbers: Sequence[int]) -> torch.Tensor:
         host = torch.tensor(numbers, dtype=torch.int64).pin_memory()
         return host.to(self._device, non_blocking=True)
+
+    def hand_to_compute(self, made: torch.Tensor) -> None:
+        made.record_stream(self._compute)
 
 
 class Lane:

@@ -108,7 +108,7 @@ async def running(seat: Seat, folder: str, deadline: float = 30.0) -> AsyncItera
         chunk_tokens=CHUNK,
         kv_bytes=1 << 26,
         rank=seat.rank,
-        stages=seat.count,
+        ranks=seat.count,
         init_method=seat.init_method,
         deadline=deadline,
     )

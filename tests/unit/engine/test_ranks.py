@@ -1,0 +1,108 @@
+"""How engines over several ranks find out which ranks there are, and which device is theirs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from cacheflow.errors import ConfigError, PeerError
+from cacheflow.plugins.pipeline import PipelineEngine
+from cacheflow.plugins.ranks import join_ranks, rank_device
+from cacheflow.plugins.tensor_parallel import TensorParallelEngine
+from cacheflow.plugins.transformers import TransformersEngine
+from cacheflow.testing.processes import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cacheflow.testing.processes import Seat
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_engines_are_opened_alike() -> None:
+    """What opens one process opens a rank; ranks of either kind are named in the same way."""
+    one, stage, shard = (
+        dict(inspect.signature(kind.open_model).parameters)
+        for kind in (TransformersEngine, PipelineEngine, TensorParallelEngine)
+    )
+    assert stage == shard
+    assert list(stage)[: len(one)] == list(one)
+    assert all(stage[name] == one[name] for name in one)
+    assert list(stage)[len(one) :] == ["rank", "ranks", "init_method", "deadline"]
+
+
+def test_what_is_not_said_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun and arguments the error names the variable and the way out; a rank that
+    cannot be is one too."""
+    with pytest.raises(ConfigError, match=r"RANK is '': start every rank with torchrun"):
+        join_ranks(None, None, "env://", 1.0)
+    with pytest.raises(ConfigError, match="WORLD_SIZE is ''"):
+        join_ranks(0, None, "env://", 1.0)
+    with pytest.raises(ConfigError, match="there is no rank 2 of 2"):
+        join_ranks(2, 2, "env://", 1.0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
+        join_ranks(None, None, "env://", 1.0)
+    with pytest.raises(ConfigError, match="init_method='carrier pigeon'"):
+        join_ranks(0, 2, "carrier pigeon", 1.0)
+
+
+def alone(seat: Seat, file: str) -> str:
+    try:
+        join_ranks(0, 2, f"file://{file}", 0.5)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_come_are_missed(tmp_path: Path) -> None:
+    """After the deadline, with an error that says how long was waited."""
+    (said,) = run_ranks(1, alone, str(tmp_path / "meeting"))
+    assert "did not come within 0.5 s" in said
+
+
+def twice(seat: Seat) -> list[Any]:
+    from torch import distributed
+
+    first = join_ranks(seat.rank, seat.count, seat.init_method, 30.0)
+    again = join_ranks(None, None, "env://", 30.0)
+    same = join_ranks(seat.rank, seat.count, "env://", 30.0)
+    told = []
+    for rank, count in ((1 - seat.rank, None), (None, 3)):
+        try:
+            join_ranks(rank, count, "env://", 30.0)
+        except ConfigError as error:
+            told.append(str(error))
+    distributed.barrier()
+    return [(each.rank, each.count, each.owned) for each in (first, again, same)] + told
+
+
+def test_ranks_that_the_program_has_joined_are_taken() -> None:
+    """Whatever arguments say has to agree with it; who has made the group leaves it."""
+    for rank, found in enumerate(run_ranks(2, twice)):
+        assert found[:3] == [[rank, 2, True], [rank, 2, False], [rank, 2, False]]
+        other = 1 - rank
+        assert found[3] == f"RANK {other} was given, and torch.distributed says {rank}"
+        assert found[4] == "WORLD_SIZE 3 was given, and torch.distributed says 2"
+
+
+def test_each_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with several, that of its place there; the CPU where there is none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert rank_device("auto") == torch.device("cuda:1")
+    assert rank_device("cuda:0") == torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert rank_device("auto") == torch.device("cpu")
