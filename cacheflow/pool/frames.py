@@ -39,7 +39,7 @@ __all__ = [
     "read_frame",
 ]
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the frames and of what they mean; peers of another version refuse each other."""
 MAX_BODY: Final = 16 << 20
 """Bytes of a body."""

@@ -2,11 +2,14 @@
 
 ::
 
-    client: "CFL1" | 32 bytes that the store gave it in its HELLO
+    client: "CFL2" | 32 bytes that the store gave it in its HELLO | padding
     then    request: "CFLQ" | u32 operation | u64 generation | u64 offset | u64 bytes  (big-endian)
-            (writing: the bytes)
+            | padding (writing: the bytes)
     store:  reply: "CFLR" | u32 status | u64 bytes
-            (reading: the bytes)
+            | padding (reading: the bytes)
+
+Records are padded to 64 bytes: the kernel puts what follows behind them in its buffers, and copies
+to an address that is no multiple of a cache line half as fast (1.1 against 0.75 ms for 4 MiB).
 
 Both ends block in the kernel, each in a thread of its own: whole pieces are copied by one call
 with the interpreter's lock released, straight from the arena and straight into the caller's memory.
@@ -35,14 +38,16 @@ __all__ = [
     "read_reply",
     "read_request",
     "receive",
+    "receive_reply",
     "send",
 ]
 
 Socket: TypeAlias = socket.socket
 SECRET_BYTES: Final = 32
-_GREETING: Final = b"CFL1"
-_REQUEST: Final = struct.Struct(">4sIQQQ")
-_REPLY: Final = struct.Struct(">4sIQ")
+_GREETING: Final = struct.Struct(f">4s{SECRET_BYTES}s28x")
+_REQUEST: Final = struct.Struct(">4sIQQQ32x")
+_REPLY: Final = struct.Struct(">4sIQ48x")
+_HELLO: Final = b"CFL2"
 _ASK: Final = b"CFLQ"
 _ANSWER: Final = b"CFLR"
 
@@ -59,7 +64,7 @@ class Status(IntEnum):
 
     OK = 0
     DENIED = 1
-    """No lease on that range (any more)."""
+    """No lease on that range (any more). The lane ends with it."""
 
 
 def prepare(connection: Socket, seconds: float) -> None:
@@ -76,16 +81,17 @@ def prepare(connection: Socket, seconds: float) -> None:
 
 def greeting(secret: bytes) -> bytes:
     """The first bytes of a lane."""
-    return _GREETING + secret
+    return _GREETING.pack(_HELLO, secret)
 
 
 def read_greeting(connection: Socket) -> bytes:
     """The secret. Raises IntegrityError if this is no lane, OSError if it broke."""
-    data = bytearray(len(_GREETING) + SECRET_BYTES)
+    data = bytearray(_GREETING.size)
     receive(connection, memoryview(data))
-    if not data.startswith(_GREETING):
+    magic, secret = _GREETING.unpack(data)
+    if magic != _HELLO:
         raise IntegrityError("not a lane of a CacheFlow pool")
-    return bytes(data[len(_GREETING) :])
+    return bytes(secret)
 
 
 def pack_request(operation: Operation, generation: int, offset: int, nbytes: int) -> bytes:
@@ -112,10 +118,34 @@ def read_reply(connection: Socket, nbytes: int) -> Status:
     """The status; ``nbytes`` is what an OK has to be about. Raises as :func:`read_greeting`."""
     data = bytearray(_REPLY.size)
     receive(connection, memoryview(data))
+    return _status(data, nbytes)
+
+
+def _status(data: bytearray | memoryview, nbytes: int) -> Status:
     magic, status, got = _REPLY.unpack(data)
     if magic != _ANSWER or status not in iter(Status) or (status == Status.OK and got != nbytes):
         raise IntegrityError("not a reply to what was asked")
     return Status(status)
+
+
+def receive_reply(connection: Socket, view: memoryview) -> Status:
+    """A reply and, if it is OK, what follows it into ``view``: on a bare socket by one call, so
+    that the thread is woken, and takes the interpreter's lock, once. Raises as
+    :func:`read_greeting`."""
+    head = memoryview(bytearray(_REPLY.size))
+    got = 0
+    if not isinstance(connection, ssl.SSLSocket):
+        try:
+            got = connection.recvmsg_into([head, view], 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            raise TimeoutError("nothing came for too long") from None
+        if not got:
+            raise ConnectionError("the connection ended")
+    receive(connection, head[got:])
+    status = _status(head, len(view))
+    if status is Status.OK:
+        receive(connection, view[max(got - len(head), 0) :])
+    return status
 
 
 def receive(connection: Socket, view: memoryview) -> None:
@@ -131,9 +161,11 @@ def receive(connection: Socket, view: memoryview) -> None:
         view = view[got:]
 
 
-def send(connection: Socket, view: memoryview | bytes) -> None:
-    """All of ``view``."""
+def send(connection: Socket, view: memoryview | bytes, *, more: bool = False) -> None:
+    """All of ``view``; ``more`` follows at once, and they travel together: the other side is woken
+    once and not twice."""
+    flags = socket.MSG_MORE if more and not isinstance(connection, ssl.SSLSocket) else 0
     try:
-        connection.sendall(view)
+        connection.sendall(view, flags)
     except BlockingIOError:
         raise TimeoutError("nothing could be sent for too long") from None

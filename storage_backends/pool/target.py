@@ -166,13 +166,13 @@ class TcpTarget:
             lane.send(connection, lane.pack_reply(Status.DENIED, 0))
             if is_write:
                 raise IntegrityError("a write to what is not its slot")
-            return
+            raise ConnectionError("a read of what is not leased")  # its client waits for the bytes
         try:
             view = self._view[offset : offset + nbytes]
             if is_write:
                 lane.receive(connection, view)
             else:
-                lane.send(connection, lane.pack_reply(Status.OK, nbytes))
+                lane.send(connection, lane.pack_reply(Status.OK, nbytes), more=nbytes > 0)
                 lane.send(connection, view)
         finally:
             hold.release()

@@ -212,17 +212,16 @@ def _read(connection: socket.socket, pieces: Sequence[Piece]) -> None:
     ]
     lane.send(connection, b"".join(asked))
     for piece in pieces:
-        if lane.read_reply(connection, piece.buffer.nbytes) is not Status.OK:
-            raise Refused("lease", "there is no lease of ours on it", "load", "tcp")
         assert piece.buffer.view is not None
-        receive(connection, piece.buffer.view)
+        if receive(connection, piece.buffer.view) is not Status.OK:
+            raise Refused("lease", "there is no lease of ours on it", "load", "tcp")
 
 
 def _write(connection: socket.socket, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         nbytes = piece.buffer.nbytes
         asked = lane.pack_request(Operation.WRITE, piece.generation, piece.offset, nbytes)
-        lane.send(connection, asked)
+        lane.send(connection, asked, more=nbytes > 0)
         assert piece.buffer.view is not None
         send(connection, piece.buffer.view)
     for piece in pieces:
@@ -230,7 +229,7 @@ def _write(connection: socket.socket, pieces: Sequence[Piece]) -> None:
             raise ConnectionError("the slot is not ours to fill any more")
 
 
-receive = lane.receive
+receive = lane.receive_reply
 send = lane.send
 """Where the caller's memory is touched, and nowhere else."""
 

@@ -141,9 +141,9 @@ def _arena_of(pid: int) -> int:
     return base
 
 
-def _after(pause: Pause, call: Callable[..., None]) -> Callable[..., None]:
-    def waiting(*args: Any) -> None:
+def _after(pause: Pause, call: Callable[..., Any]) -> Callable[..., Any]:
+    def waiting(*args: Any) -> Any:
         pause.wait()
-        call(*args)
+        return call(*args)
 
     return waiting

@@ -430,14 +430,14 @@ async def test_a_lease_that_ends_during_a_read_is_noticed() -> None:
                 assert (result.status, data) == (TransferStatus.OK, mine.data)
 
 
-def held_up(began: asyncio.Event, gate: asyncio.Event) -> Callable[..., None]:
+def held_up(began: asyncio.Event, gate: asyncio.Event) -> Callable[..., Any]:
     """What receives bytes into the caller's memory, on its thread, when ``gate`` is set."""
     loop, receive = asyncio.get_running_loop(), tcp.receive
 
-    def held(*args: Any) -> None:
+    def held(*args: Any) -> Any:
         loop.call_soon_threadsafe(began.set)
         asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(20.0)
-        receive(*args)
+        return receive(*args)
 
     return held
 
