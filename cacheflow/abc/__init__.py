@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from cacheflow.abc.engine import ChatTemplate, Engine, Sampler
+from cacheflow.abc.engine import ChatTemplate, Decoder, Engine, Sampler
 from cacheflow.abc.ranks import Peers, Sharded, Staged, StageListener, Together
 from cacheflow.abc.recomputer import ClaimLayer, Recomputer
 from cacheflow.abc.storage import StorageBackend
@@ -14,6 +14,7 @@ from cacheflow.abc.storage import StorageBackend
 __all__ = [
     "ChatTemplate",
     "ClaimLayer",
+    "Decoder",
     "Engine",
     "Peers",
     "Recomputer",

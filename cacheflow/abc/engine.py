@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         Span,
     )
 
-__all__ = ["ChatTemplate", "Engine", "Sampler"]
+__all__ = ["ChatTemplate", "Decoder", "Engine", "Sampler"]
 
 
 class ChatTemplate(Protocol):
@@ -55,6 +55,15 @@ class Sampler(Protocol):
         self, request_ids: Sequence[str], tokens: Sequence[int], sampling: Sequence[Sampling | None]
     ) -> list[int]:
         """As :meth:`Engine.decode`, drawn for each request whose ``sampling`` is not None."""
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """What an engine offers whose decode steps others can get out of the way of."""
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a decode step is under way or waits."""
 
 
 class Engine(Recomputer, Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from cacheflow.abc import Decoder
 from cacheflow.distributed.stages import StageCosts, worth_storing
 from cacheflow.kv import canonical_tokens
 from cacheflow.restore.saver import Saver
@@ -129,6 +130,10 @@ class _Activations:
         self.layout = boundary.layout
         self.grid = engine.grid
         self.grid_id = engine.grid_id
+
+    @property
+    def is_decoding(self) -> bool:
+        return isinstance(self._engine, Decoder) and self._engine.is_decoding
 
     def segments(self, request_id: str) -> tuple[Segment, ...]:
         return self._engine.segments(request_id)

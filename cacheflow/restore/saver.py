@@ -15,6 +15,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from cacheflow.abc import Decoder
 from cacheflow.errors import ClosedError
 from cacheflow.kv import Stamp, canonical_tokens, exact_tokens
 from cacheflow.restore.pace import Pace
@@ -27,7 +28,7 @@ from cacheflow.tiers.write_policies import WriteAll
 from cacheflow.types import TransferStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
     from enum import StrEnum
 
     from cacheflow.abc import Engine, StorageBackend
@@ -71,7 +72,7 @@ class Saver:
         self._staged = staged
         self._pulse = Pulse()
         self._turns = Turns()
-        self._pace = Pace()
+        self._pace = Pace(_decoding_of(engine))
         self._shard = shard_of(engine)
         shared = Shared(
             self._shard, staged, self._turns, self._pace, self._pulse, clock, observer, deadline
@@ -84,7 +85,7 @@ class Saver:
         self._policy = policy or WriteAll()
         self._saves: OrderedDict[Save, None] = OrderedDict()
         """Those that are not settled, the oldest first."""
-        self._sealer = Sealer(engine, pool)
+        self._sealer = Sealer(engine, pool, self._pace)
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -195,9 +196,9 @@ class Saver:
 
         What is not stored by then goes on being stored.
         """
-        with suppress(TimeoutError), self._pace.hurry():
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._pulse.until(lambda: all(save.is_settled for save in self._saves))
+                await self._until(lambda: all(save.is_settled for save in self._saves))
         return all(save.is_settled for save in self._saves)
 
     def is_settled(self, keys: Sequence[ChunkKey]) -> bool:
@@ -207,7 +208,7 @@ class Saver:
 
     async def settled(self, keys: Sequence[ChunkKey]) -> None:
         """Wait for that."""
-        await self._pulse.until(lambda: self.is_settled(keys))
+        await self._until(lambda: self.is_settled(keys))
 
     async def release(self, request_ids: Collection[str], patience: float = 0.0) -> None:
         """These requests are about to be closed: copy what is to be stored of them.
@@ -223,12 +224,12 @@ class Saver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(patience, _ASK_SECONDS)):
                     if patience:
-                        await self._pulse.until(lambda: all(s.is_captured for s in saves))
-                    await self._pulse.until(lambda: not any(s.asking for s in saves))
+                        await self._until(lambda: all(s.is_captured for s in saves))
+                    await self._until(lambda: not any(s.asking for s in saves))
             for save in saves:
                 save.last_call = True
             self._pulse.beat()
-            await self._pulse.until(lambda: not any(save.waiting for save in saves))
+            await self._until(lambda: not any(save.waiting for save in saves))
         finally:
             for save in saves:
                 save.gone = True
@@ -258,7 +259,13 @@ class Saver:
                 if keys and save.keys[0] == keys[0]
             )
 
-        await self._pulse.until(is_settled)
+        await self._until(is_settled)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Somebody waits for ``condition``: until it is true, nothing is held back."""
+        if not condition():
+            with self._pace.hurry():
+                await self._pulse.until(condition)
 
     def _roomy(self) -> set[str]:
         """Tiers for which one more copy may be kept."""
@@ -287,8 +294,7 @@ class Saver:
         copy = self._staged.join(save.keys[index], save.rank(index))
         if copy is None:
             try:
-                async with self._pace.turn(hurry=save.leaving):
-                    copy = await self._sealer.copy(save, index)
+                copy = await self._sealer.copy(save, index)
             except ClosedError:
                 save.gone = True
                 self._drop_waiting(save)
@@ -316,3 +322,8 @@ class Saver:
     def _drop_chunk(self, save: Save, index: int, why: StrEnum) -> None:
         for name, chunk in list(save.waiting.get(index, {}).items()):
             self._writers[name].drop([chunk], why)
+
+
+def _decoding_of(engine: Engine) -> Callable[[], bool]:
+    """Whether ``engine`` decodes just now; one that cannot tell is taken not to."""
+    return (lambda: engine.is_decoding) if isinstance(engine, Decoder) else (lambda: False)

@@ -1,6 +1,7 @@
 """One chunk's KV out of the engine into staging memory, sealed with its provenance.
 
-In pieces, so that the engine may copy for others in between; checksums on a thread of their own.
+In pieces, so that the engine may copy for others, and decode, in between; checksums on a thread of
+their own.
 Does not know who wants the copy.
 """
 
@@ -21,6 +22,7 @@ from cacheflow.types import ObjectKey, Shard, Span, StagedPart, Write
 if TYPE_CHECKING:
     from cacheflow.abc import Engine, Recomputer
     from cacheflow.memory import Lease, StagingPool
+    from cacheflow.restore.pace import Pace
     from cacheflow.restore.writes import Save
 
 __all__ = ["STAGING_OWNER", "Sealer", "shard_of"]
@@ -39,10 +41,11 @@ def shard_of(engine: Recomputer) -> Shard:
 
 
 class Sealer:
-    """Makes copies out of ``engine`` in leases of ``pool``."""
+    """Makes copies out of ``engine`` in leases of ``pool``, each step in a turn of ``pace``."""
 
-    def __init__(self, engine: Engine, pool: StagingPool) -> None:
+    def __init__(self, engine: Engine, pool: StagingPool, pace: Pace) -> None:
         self._engine = engine
+        self._pace = pace
         self._shard = shard_of(engine)
         self._pool = pool
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheflow-seal")
@@ -64,12 +67,14 @@ class Sealer:
             return None
         try:
             for part in self._parts(index, lease.view):
-                capturing = self._engine.capture(save.request_id, [part])
-                await to_the_end(asyncio.ensure_future(capturing))
-            sealing = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._seal, save, index, lease
-            )
-            return Copy(await to_the_end(asyncio.ensure_future(sealing)), lease)
+                async with self._pace.turn():
+                    capturing = self._engine.capture(save.request_id, [part])
+                    await to_the_end(asyncio.ensure_future(capturing))
+            async with self._pace.turn():
+                sealing = asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._seal, save, index, lease
+                )
+                return Copy(await to_the_end(asyncio.ensure_future(sealing)), lease)
         except BaseException:
             lease.release()
             raise

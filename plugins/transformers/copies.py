@@ -1,4 +1,4 @@
-"""Bytes of stored chunks into pages and back: one strided copy a chunk, whatever its layers."""
+"""Bytes of stored chunks into pages and back: one strided copy a chunk, one call a load."""
 
 from __future__ import annotations
 
@@ -11,25 +11,71 @@ import torch
 from cacheflow.types import Span
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import KVLayout, StagedPart
 
-__all__ = ["as_torch_wants", "copy_in", "copy_out"]
+__all__ = ["Copies", "as_torch_wants", "copies_in", "copies_out", "joined"]
 
 
-def copy_in(layout: KVLayout, request: OpenRequest, part: StagedPart) -> None:
-    """Staging -> page, on the current stream."""
-    _cells(layout, request, part).copy_(_payload(layout, part), non_blocking=True)
+def copies_in(layout: KVLayout, request: OpenRequest, parts: Sequence[StagedPart]) -> Copies:
+    """Staging -> pages, to be made on the current stream."""
+    return Copies(
+        [_cells(layout, request, part) for part in parts],
+        [_payload(layout, part) for part in parts],
+    )
 
 
-def copy_out(layout: KVLayout, request: OpenRequest, part: StagedPart) -> None:
-    """Page -> staging, on the current stream; padding is zeroed."""
+def copies_out(layout: KVLayout, request: OpenRequest, parts: Sequence[StagedPart]) -> Copies:
+    """Pages -> staging, to be made on the current stream; padding is zeroed."""
+    return Copies(
+        [_payload(layout, part) for part in parts],
+        [_cells(layout, request, part) for part in parts],
+        [padding for part in parts if (padding := _padding(layout, part)) is not None],
+    )
+
+
+def joined(some: Sequence[Copies]) -> Copies:
+    """All of them in one."""
+    if len(some) == 1:
+        return some[0]
+    return Copies(
+        [target for copies in some for target in copies.targets],
+        [source for copies in some for source in copies.sources],
+        [padding for copies in some for padding in copies.padding],
+    )
+
+
+class Copies:
+    """Prepared on any thread, made by calling it: in one call of torch's, so that the copying
+    thread waits for the interpreter's lock once a load, not twice a chunk."""
+
+    __slots__ = ("padding", "sources", "targets")
+
+    def __init__(
+        self,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        padding: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.targets, self.sources, self.padding = targets, sources, padding
+
+    def __call__(self) -> None:
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources, non_blocking=True)
+        for each in self.padding:
+            each.zero_()
+
+
+def _padding(layout: KVLayout, part: StagedPart) -> torch.Tensor | None:
+    """What is left behind each layer, ``[layers, bytes]``, if anything."""
     heads = _heads(layout, part)
     stride, used = layout.layer_stride(len(heads)), layout.layer_bytes(len(heads))
-    if stride != used:
-        blocks = torch.frombuffer(part.view, dtype=torch.uint8).view(len(part.layers), stride)
-        blocks[:, used:].zero_()
-    _payload(layout, part).copy_(_cells(layout, request, part), non_blocking=True)
+    if stride == used:
+        return None
+    blocks = torch.frombuffer(part.view, dtype=torch.uint8).view(len(part.layers), stride)
+    return blocks[:, used:]
 
 
 def _payload(layout: KVLayout, part: StagedPart) -> torch.Tensor:

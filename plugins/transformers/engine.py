@@ -18,9 +18,9 @@ from cacheflow.kv import make_grid_id
 from cacheflow.plugins.transformers.attention import ATTENTION_NAME
 from cacheflow.plugins.transformers.chat import chat_of
 from cacheflow.plugins.transformers.check import check_walk
-from cacheflow.plugins.transformers.copies import copy_in, copy_out
+from cacheflow.plugins.transformers.copies import Copies, copies_in, copies_out, joined
 from cacheflow.plugins.transformers.device import device_kind, pick_device
-from cacheflow.plugins.transformers.lanes import CpuStreams, CudaStreams, Lane, Streams
+from cacheflow.plugins.transformers.lanes import CpuStreams, CudaStreams, Gathered, Lane, Streams
 from cacheflow.plugins.transformers.model import (
     identity_of,
     kv_layout,
@@ -46,6 +46,8 @@ __all__ = ["TransformersEngine", "check_options", "load_parts", "streams_of"]
 
 T = TypeVar("T")
 
+_PUBLISH_BYTES = 8 << 20
+"""Loads of up to so much are copied together where they wait together: a millisecond."""
 _CLOSE_SECONDS = 5.0
 """Closing waits this long for a layer that is still running."""
 
@@ -96,6 +98,7 @@ class TransformersEngine:
         self._requests = RequestTable(self._pool, grid, self.max_tokens, vocabulary)
         self._compute = self._compute_lane(threads)
         self._copy = Lane("cacheflow-copy", threads)
+        self._publishing = Gathered(self._copy, self._publish, _PUBLISH_BYTES)
         self._decoding = 0
         """Decode steps that wait for the compute thread or are on it; loop-owned, read by it."""
         self._closed = False
@@ -299,6 +302,11 @@ class TransformersEngine:
         """The same step, for its logits ``[requests, vocabulary]`` (fp32, on the CPU)."""
         return await self._step(request_ids, tokens, lambda logits: logits.float().cpu())
 
+    @property
+    def is_decoding(self) -> bool:
+        """See :class:`cacheflow.abc.Decoder`."""
+        return self._decoding > 0
+
     async def _step(
         self,
         request_ids: Sequence[str],
@@ -364,26 +372,29 @@ class TransformersEngine:
     async def publish(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         """See :meth:`cacheflow.abc.Recomputer.publish`."""
         request = self._requests.get(request_id)
+        copies = copies_in(self.layout, request, parts)
 
-        def work() -> None:
-            with self._streams.copy():
-                for part in parts:
-                    copy_in(self.layout, request, part)
-                self._streams.mark().synchronize()
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        nbytes = sum(len(part.view) for part in parts)
+        await self._ended(self._publishing.submit(copies, nbytes), [request])
 
-        await self._on(self._copy, [request], work)
+    def _publish(self, waiting: Sequence[Copies]) -> None:
+        with self._streams.copy():
+            joined(waiting)()
+            self._streams.mark().synchronize()
 
     async def capture(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         """See :meth:`cacheflow.abc.Recomputer.capture`."""
         request = self._requests.get(request_id)
+        copies = copies_out(self.layout, request, parts)
         with self._streams.compute():
             computed = self._streams.mark()
 
         def work() -> None:
             with self._streams.copy():
                 self._streams.wait(computed)
-                for part in parts:
-                    copy_out(self.layout, request, part)
+                copies()
                 self._streams.mark().synchronize()
 
         await self._on(self._copy, [request], work)

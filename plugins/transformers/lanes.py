@@ -12,7 +12,8 @@ import contextlib
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections import deque
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["CpuStreams", "CudaStreams", "Lane", "Mark", "Streams", "prepared"]
+__all__ = ["CpuStreams", "CudaStreams", "Gathered", "Lane", "Mark", "Streams", "prepared"]
 
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 class Mark(Protocol):
@@ -172,6 +174,10 @@ class Lane:
         self._jobs.put(job)
         return future
 
+    def put(self, job: Callable[[], None]) -> None:
+        """Queue ``job``, which must not raise and tells nobody when it has ended."""
+        self._jobs.put(job)
+
     async def stop(self, seconds: float) -> None:
         """End the thread after what is queued, waiting for it at most ``seconds``."""
         self._jobs.put(None)
@@ -182,6 +188,67 @@ class Lane:
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
                 job()
+
+
+class Gathered(Generic[W]):
+    """Small works of one kind for one lane, done together by ``do`` as far as they wait together.
+
+    Between two works the lane's thread finds cold caches and waits for the interpreter's lock, as
+    long as copying some hundred KiB takes. ``most``: bytes of what is done together, one work at
+    least. Submitted to on the loop.
+    """
+
+    def __init__(self, lane: Lane, do: Callable[[Sequence[W]], None], most: int) -> None:
+        self._lane = lane
+        self._do = do
+        self._most = most
+        self._waiting: deque[tuple[W, int, asyncio.Future[None]]] = deque()
+        """Added to on the loop, taken from by the lane's thread: single steps."""
+
+    def submit(self, work: W, nbytes: int) -> asyncio.Future[None]:
+        """Queue ``work``; the future ends with it. See :meth:`Lane.submit`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._waiting.append((work, nbytes, future))
+        self._lane.put(self._run)
+        return future
+
+    def _run(self) -> None:
+        works, futures, room = [], [], self._most
+        while self._waiting and room > 0:
+            work, nbytes, future = self._waiting.popleft()
+            works.append(work)
+            futures.append(future)
+            room -= nbytes
+        if not works:  # an earlier one has done it
+            return
+        errors: list[BaseException | None] = [None] * len(works)
+        try:
+            self._do(works)
+        except BaseException:  # one of them: each learns what became of its own
+            errors = [self._error_of(work) for work in works]
+        # The loop may be gone when a cancelled caller's work ends after it.
+        with contextlib.suppress(RuntimeError):
+            futures[0].get_loop().call_soon_threadsafe(_deliver, futures, errors)
+
+    def _error_of(self, work: W) -> BaseException | None:
+        try:
+            self._do([work])
+        except BaseException as error:  # carried to the awaiting task, whatever it is
+            return error
+        return None
+
+
+def _deliver(
+    futures: Sequence[asyncio.Future[None]], errors: Sequence[BaseException | None]
+) -> None:
+    for future, error in zip(futures, errors, strict=True):
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
 
 def prepared(work: Callable[[], T]) -> tuple[asyncio.Future[T], Callable[[], None]]:

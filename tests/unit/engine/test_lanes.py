@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cacheflow.plugins.transformers.lanes import CpuStreams, Lane
+from cacheflow.plugins.transformers.lanes import CpuStreams, Gathered, Lane
 from cacheflow.types import Claim, ComputeBatch, Span, StagedPart, TileWork
 
 if TYPE_CHECKING:
@@ -242,3 +242,38 @@ async def test_a_lane_outlives_its_callers() -> None:
     gate.set()
     assert await lane.submit(lambda: torch.is_inference_mode_enabled())
     await lane.stop(5)
+
+
+async def test_what_waits_together_is_done_together() -> None:
+    """As much as is allowed at a time, one at least, in order; each caller hears of its own end,
+    and one whose work fails spoils nobody else's."""
+    lane, gate, done = Lane("test", 1), threading.Event(), list[list[int]]()
+
+    def do(works: Sequence[int]) -> None:
+        done.append(list(works))
+        if 4 in works:
+            raise ValueError("four")
+
+    gathered = Gathered(lane, do, most=3)
+    held = lane.submit(lambda: gate.wait(30))
+    sizes = {1: 1, 2: 1, 3: 9, 4: 1, 5: 1, 6: 1, 7: 1}
+    futures = {work: gathered.submit(work, nbytes) for work, nbytes in sizes.items()}
+    futures[6].cancel()
+    gate.set()
+    await held
+    await asyncio.wait(futures.values())
+    await lane.stop(5)
+    assert done == [[1, 2, 3], [4, 5, 6], [4], [5], [6], [7]]
+    assert str(futures.pop(4).exception()) == "four"
+    assert futures.pop(6).cancelled()
+    assert [future.result() for future in futures.values()] == [None] * 5
+
+
+async def test_work_alone_is_done_at_once() -> None:
+    """Nobody waits for company."""
+    lane, done = Lane("test", 1), list[list[int]]()
+    gathered: Gathered[int] = Gathered(lane, lambda works: done.append(list(works)), most=100)
+    for work in range(3):
+        await gathered.submit(work, 1)
+    await lane.stop(5)
+    assert done == [[0], [1], [2]]

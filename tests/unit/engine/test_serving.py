@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from cacheflow.abc import Decoder
 from cacheflow.errors import CapacityError, ClosedError, ConfigError
 from cacheflow.types import Claim, ComputeBatch, TileWork
 
@@ -325,3 +326,17 @@ async def test_the_first_token_does_not_wait_for_the_next_request(engine_for: En
         finally:
             free.set()
             await busy
+
+
+async def test_the_engine_tells_while_it_decodes(engine_for: Engines) -> None:
+    """From the call to its end: then whoever works behind the requests makes way."""
+    async with engine_for("llama") as engine:
+        assert isinstance(engine, Decoder)
+        await engine.open("a", prompt(20))
+        await engine.prefill("a")
+        told = [engine.is_decoding]
+        step = asyncio.ensure_future(engine.decode(["a"], [5]))
+        await asyncio.sleep(0)
+        told.append(engine.is_decoding)
+        await step
+        assert [*told, engine.is_decoding] == [False, True, False]
