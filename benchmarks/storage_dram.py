@@ -1,43 +1,47 @@
 """A dram tier against memcpy: the whole way of its bytes into KV memory, and its loads alone.
 
 The way is the restorer's own: backend, guard and tier as a session opens them, its fetching and
-verifying, then the copy that an engine makes, on one thread. What is lent is copied once;
-``Copying`` is the same store when it does not lend: into staging memory first, then on.
+verifying, then the transformers engine's publishing into its pages, on its one copy thread. What is
+lent is copied once; ``Copying`` is the same store when it does not lend: into staging memory first,
+then on. memcpy copies as much, on one thread, from memory as cold into as much memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import random
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-from storage_reading import DEPTH, MIB, SIZES, Row, fill, load_all, payloads
+from storage_reading import DEPTH, MIB, SIZES, Row, fill, layout_of, load_all, payloads
 from storage_reference import memcpy
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheflow.kv import verify
 from cacheflow.memory import StagingPool
+from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.restore.fetching import fetched
-from cacheflow.restore.transfer import verify_pieces
+from cacheflow.restore.transfer import published_parts, verify_pieces
 from cacheflow.settings import TierSettings
 from cacheflow.storage_backends.dram import DramBackend
 from cacheflow.tiers import Guarded, Located
 from cacheflow.tiers.tier import Tier
-from cacheflow.types import Load, Shard, Span
+from cacheflow.types import Load, Shard, Span, StagedPart
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from cacheflow.abc import StorageBackend
-    from cacheflow.restore.transfer import Piece
-    from cacheflow.types import ChunkInfo, Extent, Loan
+    from cacheflow.types import ChunkInfo, Extent, KVLayout, Loan
 
 __all__ = ["bench_dram"]
+
+REQUEST = "bench"
 
 Ways: TypeAlias = "dict[str, tuple[Row | None, Callable[[], Awaitable[float]]]]"
 """By name: its row (None: it is only a reference), and one round, in bytes a second."""
@@ -48,29 +52,37 @@ async def bench_dram(options: argparse.Namespace, tick: Callable[[], None]) -> l
     restorer brings it there, lent and staged; and the backend's loads alone."""
     rows = []
     for size in SIZES:
-        count = options.mib * MIB // size
-        infos, tiers = await dram_tiers(size, count, options.copy_threads)
-        source = StagingPool(count * size)
-        target = StagingPool(DEPTH * options.batch * size)
-        for pool in (source, target):
-            pool.view[:] = bytes(len(pool.view))
-        ways = dram_ways(size, options, infos, tiers, target)
-        for threads in {1, options.copy_threads}:
-            copy = partial(asyncio.to_thread, memcpy, source, target, size, count, threads)
-            ways[f"memcpy x{threads}"] = (None, copy)
-        for number in range(options.rounds):
-            order = random.Random(number).sample(list(ways), len(ways))
-            speeds = {name: await ways[name][1]() for name in order}
-            for name, (row, _) in ways.items():
-                if row is not None:
-                    row.ours.append(speeds[name])
-                    row.theirs.append(speeds[row.reference])
-            tick()
-        for tier in tiers.values():
-            await tier.aclose()
-        await asyncio.gather(source.aclose(), target.aclose())
-        rows += [row for row, _ in ways.values() if row is not None]
+        async with engine_of(layout_of(size), DEPTH * options.batch) as engine:
+            rows += await bench_size(size, options, engine, tick)
     return rows
+
+
+async def bench_size(
+    size: int, options: argparse.Namespace, engine: TransformersEngine, tick: Callable[[], None]
+) -> list[Row]:
+    """With payloads of ``size`` bytes."""
+    count = options.mib * MIB // size
+    infos, tiers = await dram_tiers(size, count, options.copy_threads)
+    source = StagingPool(count * size)
+    target = StagingPool(DEPTH * options.batch * size)
+    for pool in (source, target):
+        pool.view[:] = bytes(len(pool.view))
+    ways = dram_ways(size, options, infos, tiers, engine)
+    for threads in {1, options.copy_threads}:
+        copy = partial(asyncio.to_thread, memcpy, source, target, size, count, threads)
+        ways[f"memcpy x{threads}"] = (None, copy)
+    for number in range(options.rounds):
+        order = random.Random(number).sample(list(ways), len(ways))
+        speeds = {name: await ways[name][1]() for name in order}
+        for name, (row, _) in ways.items():
+            if row is not None:
+                row.ours.append(speeds[name])
+                row.theirs.append(speeds[row.reference])
+        tick()
+    for tier in tiers.values():
+        await tier.aclose()
+    await asyncio.gather(source.aclose(), target.aclose())
+    return [row for row, _ in ways.values() if row is not None]
 
 
 async def dram_tiers(
@@ -90,7 +102,7 @@ def dram_ways(
     options: argparse.Namespace,
     infos: dict[str, list[ChunkInfo]],
     tiers: dict[str, Tier],
-    target: StagingPool,
+    engine: TransformersEngine,
 ) -> Ways:
     """What is measured."""
     ways: Ways = {}
@@ -99,16 +111,7 @@ def dram_ways(
         for name, tier in tiers.items():
             goal = 0.85 if name == "lent" and not verified else None
             row = Row(f"dram into KV, {size // MIB} MiB, {name}{also}", "memcpy x1", goal)
-            once = partial(
-                into_memory,
-                tier,
-                infos[name],
-                target,
-                depth=DEPTH,
-                batch=options.batch,
-                threads=1,
-                verify=verified,
-            )
+            once = partial(into_pages, tier, infos[name], engine, options.batch, verify=verified)
             ways[row.name] = (row, once)
         reference, goal = f"memcpy x{options.copy_threads}", None if verified else 0.85
         row = Row(f"dram load, {size // MIB} MiB{also}", reference, goal)
@@ -143,51 +146,80 @@ async def tier_over(backend: StorageBackend) -> Tier:
     return await Tier.over(Guarded(backend, "dram"), settings)
 
 
-async def into_memory(
+async def into_pages(
     tier: StorageBackend,
     infos: Sequence[ChunkInfo],
-    target: StagingPool,
-    *,
-    depth: int,
+    engine: TransformersEngine,
     batch: int,
-    threads: int,
+    *,
     verify: bool,
 ) -> float:
-    """Bytes a second of fetching the payloads of ``infos``, ``batch`` in each of ``depth`` loads at
-    a time, and copying them into ``target``, over and over, on ``threads``."""
-    shard = Shard.of(infos[0].layout)
-    located = Located("dram", tuple((info,) for info in infos), shard)
+    """Bytes a second of fetching the payloads of ``infos``, ``batch`` in each of a few loads at a
+    time, and publishing them into the pages of ``engine``, over and over, as a restore does."""
+    located = Located("dram", tuple((info,) for info in infos), Shard.of(engine.layout))
     size = infos[0].layer_range(Span(0, 1))[1]
     groups = [range(at, min(at + batch, len(infos))) for at in range(0, len(infos), batch)]
     loads = iter(
         [
-            Load(number, "bench", "dram", 0, Span(0, 1), tuple(group), len(group) * size)
+            Load(number, REQUEST, "dram", 0, Span(0, 1), tuple(group), len(group) * size)
             for number, group in enumerate(groups)
         ]
     )
-    pool, loop = StagingPool(depth * batch * size), asyncio.get_running_loop()
+    pool, loop = StagingPool(DEPTH * batch * size), asyncio.get_running_loop()
     pool.view[:] = bytes(len(pool.view))  # touch it: page faults are not what is measured
-    with ThreadPoolExecutor(2) as verifiers, ThreadPoolExecutor(threads) as copiers:
+    with ThreadPoolExecutor(2) as verifiers:
+        await asyncio.gather(*(loop.run_in_executor(verifiers, time.sleep, 0.0) for _ in range(2)))
 
-        async def worker(to: int) -> None:
+        async def worker(first: int) -> None:
             for load in loads:
                 async with fetched(tier, load, located, pool) as pieces:
                     if verify:
                         await loop.run_in_executor(verifiers, verify_pieces, pieces)
-                    await loop.run_in_executor(copiers, _copy, pieces, to)
+                    parts = published_parts(pieces, 1)
+                    await engine.publish(REQUEST, _placed(parts, first))
 
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for slot in range(depth):
-                group.create_task(worker(target.address + slot * batch * size))
+            for slot in range(DEPTH):
+                group.create_task(worker(slot * batch))
         seconds = time.perf_counter() - start
     await pool.aclose()
     return len(infos) * size / seconds
 
 
-def _copy(pieces: Sequence[Piece], to: int) -> None:
-    """As an engine does: on a thread of its own, with the interpreter's lock released."""
-    for piece in pieces:
-        source = np.frombuffer(piece.view, dtype=np.uint8).ctypes.data
-        ctypes.memmove(to, source, len(piece.view))
-        to += len(piece.view)
+def _placed(parts: Sequence[StagedPart], first: int) -> list[StagedPart]:
+    """In the request's chunks from ``first`` on: it has fewer than there are objects."""
+    return [StagedPart(at, p.layers, p.view, p.heads) for at, p in enumerate(parts, first)]
+
+
+@asynccontextmanager
+async def engine_of(layout: KVLayout, chunks: int) -> AsyncIterator[TransformersEngine]:
+    """A real engine whose KV has the shape of ``layout``, with a request of ``chunks`` chunks open
+    and its pages touched."""
+    with tempfile.TemporaryDirectory() as folder:
+        await asyncio.to_thread(save_model, folder, layout, chunks)
+        engine = await TransformersEngine.open_model(folder, dtype=layout.dtype)
+    try:
+        tokens = chunks * layout.chunk_tokens
+        await engine.open(REQUEST, [1] * (tokens + 1))
+        zeros = memoryview(bytearray(layout.payload_bytes()))
+        for chunk in range(chunks):
+            await engine.publish(REQUEST, [StagedPart(chunk, Span(0, 1), zeros, None)])
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+def save_model(folder: str, layout: KVLayout, chunks: int) -> None:
+    """Random weights, next to none."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=layout.num_layers,
+        num_attention_heads=layout.num_kv_heads,
+        num_key_value_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        vocab_size=64,
+        max_position_embeddings=(chunks + 1) * layout.chunk_tokens,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cacheflow.abc import StorageBackend
     from cacheflow.types import Buffer, ChunkInfo
 
-__all__ = ["DEPTH", "MIB", "SIZES", "Row", "fill", "load_all", "payloads"]
+__all__ = ["DEPTH", "MIB", "SIZES", "Row", "fill", "layout_of", "load_all", "payloads"]
 
 MIB = 1 << 20
 SIZES = (1 * MIB, 4 * MIB)
@@ -40,6 +40,7 @@ class Row:
 
     def summary(self) -> dict[str, Any]:
         ratios = [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
+        quartiles = statistics.quantiles(ratios, method="inclusive") if ratios[1:] else ratios * 3
         return {
             "name": self.name,
             "reference": self.reference,
@@ -48,6 +49,7 @@ class Row:
             "ratio": statistics.median(ratios),
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
+            "ratio_quartiles": [quartiles[0], quartiles[-1]],
             "target": self.target,
             "rounds": len(ratios),
         }

@@ -186,6 +186,8 @@ def _piece(
 
 
 def _seen_from(origin: Span, span: Span) -> Span:
+    if not origin.start:
+        return span
     return Span(span.start - origin.start, span.stop - origin.start)
 
 

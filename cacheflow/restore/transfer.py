@@ -118,14 +118,17 @@ def published_parts(pieces: Sequence[Piece], granted: int) -> list[StagedPart]:
     """The parts of ``pieces`` inside the granted layers (bitmap), as contiguous runs."""
     parts: list[StagedPart] = []
     for piece in pieces:
+        stride = piece.stride
         for run in _runs(piece.layers, granted):
-            first = (run.start - piece.layers.start) * piece.stride
-            view = piece.view[first : first + len(run) * piece.stride]
+            first = (run.start - piece.layers.start) * stride
+            view = piece.view[first : first + len(run) * stride]
             parts.append(StagedPart(piece.chunk, run, view, piece.heads))
     return parts
 
 
 def _runs(layers: Span, granted: int) -> list[Span]:
+    if not ~(granted >> layers.start) & ((1 << len(layers)) - 1):
+        return [layers]  # the usual case
     runs: list[Span] = []
     for layer in layers:
         if granted >> layer & 1:

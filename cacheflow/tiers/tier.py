@@ -169,13 +169,14 @@ class Tier(StorageBackend):
             if loan is None:
                 return None
             held.enter_context(loan)
-            holds = self.catalogue.holds
+            entries: list[Entry] = []
+            held.callback(self._end_reads, entries)
             for part in loan.parts:
                 if part.status is TransferStatus.MISSING:
                     self._missed(part.extent.key, look)
                 elif (entry := self.catalogue.find(part.extent.key)) is not None:
-                    holds.begin_read(entry)
-                    held.callback(holds.end_read, entry)
+                    self.catalogue.holds.begin_read(entry)
+                    entries.append(entry)
             return Loan(loan.parts, held.pop_all().close)
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
@@ -289,6 +290,10 @@ class Tier(StorageBackend):
         if missing > 0:
             self._stock.suspects += missing
             self._keeper.kick()
+
+    def _end_reads(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self.catalogue.holds.end_read(entry)
 
     def _missed(self, key: ObjectKey, look: Look) -> None:
         """A read found nothing: then there is nothing, unless it was stored meanwhile."""

@@ -96,7 +96,10 @@ class KVLayout:
 
     def layer_stride(self, heads: int | None = None) -> int:
         """Bytes from one layer block to the next: :meth:`layer_bytes` rounded up to a page."""
-        return -(-self.layer_bytes(heads) // PAGE) * PAGE
+        heads = self.num_kv_heads if heads is None else heads
+        # Spelled out: every piece of every load asks, on the event loop.
+        used = 2 * heads * self.chunk_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+        return -(-used // PAGE) * PAGE
 
     def payload_bytes(self, layers: int | None = None, heads: int | None = None) -> int:
         """Bytes of the payload of one stored object holding ``layers`` layers of a chunk."""
