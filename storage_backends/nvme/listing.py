@@ -1,7 +1,9 @@
 """Which objects a chunk has: a folder listing kept as long as the folder has not changed.
 
 A folder whose time stamp is too fresh is listed again next time: two changes within one tick of
-the file system's clock would look like one.
+the file system's clock would look like one. The clock may have been ahead when the folder was last
+changed: its time stamp is then to come, for hours perhaps, and settled once it has stayed the same
+for long enough.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class Listing:
     def __init__(self, folder: StoreFolder) -> None:
         self._folder = folder
         self._known: dict[str, tuple[int, dict[str, list[str]]]] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Of folders whose time stamp was fresh: it, and when that was seen first."""
 
     def objects(self, chunk: ChunkKey) -> list[tuple[ObjectKey, str]]:
         """Objects of ``chunk`` by name; whether they are valid is not looked at."""
@@ -57,6 +61,13 @@ class Listing:
         found: dict[str, list[str]] = {}
         for name in os.listdir(path):  # noqa: PTH208 - names only
             found.setdefault(name[:_DIGEST], []).append(name)
-        if time.time_ns() - changed > _SETTLED_NS:
+        if time.time_ns() - changed > _SETTLED_NS or self._has_stayed(fan, changed):
             self._known[fan] = (changed, found)
         return found
+
+    def _has_stayed(self, fan: str, changed: int) -> bool:
+        now, seen = time.monotonic_ns(), self._seen.get(fan)
+        if seen is None or seen[0] != changed:
+            self._seen[fan] = (changed, now)
+            return False
+        return now - seen[1] > _SETTLED_NS

@@ -16,6 +16,7 @@ import pytest
 
 from cacheflow.errors import BackendError, ConfigError
 from cacheflow.kv import format_name
+from cacheflow.storage_backends.nvme import listing
 from cacheflow.testing.conformance import Pause
 from cacheflow.testing.objects import aligned_buffer, load_one, make_object
 from cacheflow.testing.storage_harness import store_all
@@ -258,6 +259,29 @@ async def test_a_kept_listing_is_noticed_to_be_old(tmp_path: Path) -> None:
         assert await one.lookup([stored.key.chunk]) == [[stored.info]]
     assert await two.delete([stored.key]) == [True]
     assert await one.lookup([stored.key.chunk]) == [[]]
+    await one.aclose()
+    await two.aclose()
+
+
+async def test_a_listing_is_kept_though_the_clock_was_ahead(tmp_path: Path) -> None:
+    """A folder changed before the clock was set back is stamped with a time to come: it is listed
+    until it has stayed as it is for a second, and what others change is noticed as ever."""
+    one, two = await open_store(tmp_path), await open_store(tmp_path)
+    stored = make_object(1)
+    await store_all(one, stored)
+    tomorrow = time.time() + 86_400
+    os.utime(file_of(tmp_path, stored).parent, (tomorrow, tomorrow))
+    clock = mock.Mock(wraps=time)
+    with (
+        mock.patch.object(listing, "time", clock),
+        mock.patch.object(os, "listdir", wraps=os.listdir) as listdir,
+    ):
+        for seconds, listed in ((5.0, 1), (5.9, 2), (6.1, 3), (6.2, 3), (99.0, 3)):
+            clock.monotonic_ns.return_value = int(seconds * 1e9)
+            assert await one.lookup([stored.key.chunk]) == [[stored.info]]
+            assert listdir.call_count == listed, seconds
+        assert await two.delete([stored.key]) == [True]
+        assert await one.lookup([stored.key.chunk]) == [[]]
     await one.aclose()
     await two.aclose()
 
