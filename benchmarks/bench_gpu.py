@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import random
 import sys
@@ -126,11 +127,14 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         for name in options.models.split(","):
             folder = await asyncio.to_thread(model_folder, name, options, Path(scratch))
             found["rows"] += await measure_model(name, folder, options, Path(scratch))
+            gc.collect()  # the next model, and the stages, need the device's memory
+            torch.cuda.empty_cache()
         count = torch.cuda.device_count() if device.type == "cuda" else options.cpu_stages
         if count > 1:
             first = options.models.split(",")[0]
             folder = await asyncio.to_thread(model_folder, first, options, Path(scratch))
-            what = (min(count, options.most_stages), folder, max(lengths_of(options)))
+            longest = max(row["tokens"] for row in found["rows"] if row["model"] == first)
+            what = (min(count, options.most_stages), folder, longest)
             found["stages"] = await asyncio.to_thread(
                 measure_stages, *what, options.rounds, options.threads, options.dtype
             )
