@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from cacheflow.errors import ConfigError, IntegrityError
 from cacheflow.types import (
+    Admitted,
     FirstToken,
     LayersComputed,
     LoadEnded,
@@ -34,7 +35,9 @@ __all__ = ["EventRecorder", "read_events"]
 
 _KINDS: Final[dict[str, type[Any]]] = {
     kind.__name__: kind
-    for kind in (LookedUp, LayersComputed, LoadEnded, Published, RestoreEnded, FirstToken)
+    for kind in (
+        *(LookedUp, Admitted, LayersComputed, LoadEnded, Published, RestoreEnded, FirstToken),
+    )
 }
 """Events of requests: what a timeline shows."""
 

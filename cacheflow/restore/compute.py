@@ -82,7 +82,7 @@ class ComputeDriver:
             self._times.append(self._restorer.clock.now())
             job = self._restorer.job(work.request_id)
             if answer is Claim.WRITE and job is not None and not work.is_suffix:
-                job.recomputed.add((work.tile.index, layer))
+                job.origins.wrote(work.tile.index, work.tile.width, layer)
                 job.histories[work.tile.index].recomputed.add(layer)
         return answer
 

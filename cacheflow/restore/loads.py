@@ -171,8 +171,8 @@ class LoadDriver:
         if load.hidden:
             job.hidden_chunks += granted and len(load.chunks)
             return
-        chunk_cells = granted.bit_count() * len(load.chunks) * job.spec.chunk_tokens
-        job.loaded[load.channel] = job.loaded.get(load.channel, 0) + chunk_cells
+        tokens = len(load.chunks) * job.spec.chunk_tokens
+        job.origins.loaded(load.channel, load.tile, granted, tokens)
         if granted:
             job.loaded_chunks.setdefault(load.channel, set()).update(load.chunks)
 

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from cacheflow.scheduling import Origins
 from cacheflow.types import RequestSpec, Segment
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Restoration:
     recomputed_cells: int
     """Token-layers of the prefix that were recomputed."""
     loaded_cells: dict[str, int]
-    """Token-layers loaded, by channel."""
+    """Token-layers loaded, by channel; without those that recompute wrote all the same."""
     failed_loads: int
     dropped_loads: int
     """Verified loads whose cells recompute had taken first."""
@@ -133,9 +134,8 @@ class Job:
     admitted: bool = False
     computing: bool = False
     restored_at: float | None = None
-    recomputed: set[tuple[int, int]] = field(default_factory=set)
-    """Cells ``(tile, layer)`` that recompute wrote; added to by the compute thread only."""
-    loaded: dict[str, int] = field(default_factory=dict)
+    origins: Origins = field(default_factory=Origins)
+    """Told of what was computed by the compute thread only."""
     histories: list[TileHistory] = field(default_factory=list)
     """Of each tile of the prefix, from admission on."""
     shared_tiles: int = 0
@@ -147,6 +147,8 @@ class Job:
     dropped: int = 0
     hidden_chunks: int = 0
     """Boundary activations loaded."""
+    expected: float = 0.0
+    """Seconds from arrival to the end that were expected on admission (0: nothing was known)."""
     agreed: Offering | None = None
     """What counts of what was found stored, where ranks restore the request together."""
 
@@ -183,13 +185,8 @@ class Job:
         """Token-layers of the prefix that others made ready (0 if it shared none)."""
         if not self.shares:
             return 0
-        mine = self.recomputed_cells + sum(self.loaded.values())
+        mine = self.origins.recomputed + sum(self.origins.by_channel.values())
         return max(0, self.spec.prefix_tokens * self.spec.num_layers - mine)
-
-    @property
-    def recomputed_cells(self) -> int:
-        """Token-layers of the prefix that recompute wrote."""
-        return sum(self.spec.tiles[tile].width for tile, _ in self.recomputed)
 
     def provenance(self, grid_id: str) -> list[Segment]:
         """How the restored prefix was computed, tile by tile, by what was really put in place.

@@ -25,8 +25,9 @@ from cacheflow.restore.request import Job, Restoration, RestoreRequest
 from cacheflow.restore.sealing import shard_of
 from cacheflow.restore.stage import StageDriver
 from cacheflow.restore.tasks import to_the_end
+from cacheflow.scheduling import RECOMPUTE
 from cacheflow.tiers import locate
-from cacheflow.types import LookedUp, RestoreEnded, tell
+from cacheflow.types import Admitted, LookedUp, RestoreEnded, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,7 +147,7 @@ class Restorer:
             stored = await self._look_up(job, policy)
             if self.stage is not None:
                 stored = await self.stage.agree(job, stored)
-            self._admit(job, policy, stored)
+            self._plan(job, policy, stored)
             await job.done
             outcome = "restored"
         except asyncio.CancelledError:
@@ -304,6 +305,15 @@ class Restorer:
         _, late = await asyncio.wait(asking, timeout=patience)
         return not late
 
+    def _plan(self, job: Job, policy: Policy, stored: int | None) -> None:
+        start = self.clock.now()
+        self._admit(job, policy, stored)
+        stop, expected = self.clock.now(), self.scheduler.expected_seconds(job.spec.id)
+        if expected:
+            job.expected = stop - job.request.arrival + expected
+        known = job.stored_tokens
+        self.emit(Admitted(job.spec.id, policy.name, start, stop, known, expected))
+
     def _admit(self, job: Job, policy: Policy, stored: int | None) -> None:
         # Without an await up to here from where the holder was found: it must not go meanwhile.
         # Stages and ranks do not share: whether another one still has the request is not known.
@@ -424,8 +434,8 @@ class Restorer:
             suffix_tokens=sum(piece.width for piece in job.spec.suffix),
             restored_seconds=restored - arrival,
             computed_seconds=self.clock.now() - arrival,
-            recomputed_cells=job.recomputed_cells,
-            loaded_cells=dict(job.loaded),
+            recomputed_cells=job.origins.recomputed,
+            loaded_cells=job.origins.by_channel,
             failed_loads=job.failed,
             dropped_loads=job.dropped,
             stored_tokens=job.stored_tokens,
@@ -437,7 +447,7 @@ class Restorer:
 
     def _announce(self, job: Job, policy: Policy, outcome: str) -> None:
         now = self.clock.now()
-        cells = {"recompute": job.recomputed_cells, **job.loaded}
+        cells = {RECOMPUTE: job.origins.recomputed, **job.origins.by_channel}
         if job.shared_cells:
             cells["shared"] = job.shared_cells
         self.emit(
@@ -454,5 +464,6 @@ class Restorer:
                 cells=cells,
                 stored_tokens=job.stored_tokens,
                 stage_balance=None if self.stage is None else self.stage.balance,
+                expected=job.expected,
             )
         )

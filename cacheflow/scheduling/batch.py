@@ -142,6 +142,11 @@ class BatchScheduler(Ranking):
         """Whether the prefix is restored and the suffix computed."""
         return self._requests[request_id].finished
 
+    def expected_seconds(self, request_id: str) -> float:
+        """Until the suffix is computed, with all resources to itself; 0 if nothing is known."""
+        with self._gate:
+            return self._requests[request_id].remaining(self._clock.now())
+
     def paused_tiles(self, request_id: str) -> list[int]:
         """First tokens of tiles whose hidden state the engine may drop; each is named once."""
         frontier = self._requests.get(request_id)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.scheduling import RECOMPUTE, Origins
 from cacheflow.simulation.links import Transfer
 from cacheflow.simulation.records import Record, Spans, Usage, Work
-from cacheflow.types import Claim, ComputeDone
+from cacheflow.simulation.telling import Teller
+from cacheflow.types import Claim, ComputeDone, LoadOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -21,11 +23,10 @@ if TYPE_CHECKING:
     from cacheflow.scheduling import BatchScheduler, Policy
     from cacheflow.simulation.events import EventLoop
     from cacheflow.simulation.links import Link
-    from cacheflow.types import Coverage, Load, RequestSpec, Tile, TileWork
+    from cacheflow.types import Coverage, Load, Observer, RequestSpec, Tile, TileWork
 
 __all__ = ["Node"]
 
-_RECOMPUTE: Final = "recompute"
 _LEAST_WAIT: Final = 1e-4
 _LONGEST_WAIT: Final = 0.01
 """A timer that was due and changed nothing waits twice as long the next time, up to this."""
@@ -39,6 +40,7 @@ class Node:
     ``fate(load, now)`` decides loads: True delivers, False fails when its bytes have passed, None
     never answers (given up after ``load_deadline``). ``decode_share``: part of the compute that
     decode keeps for itself. ``record``: keep busy intervals; ``timeline``: keep every bar.
+    ``observer`` is told what a restorer's is.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Node:
         decode_share: float = 0.0,
         record: bool = False,
         timeline: bool = False,
+        observer: Observer | None = None,
         finished: Callable[[Record], None] | None = None,
     ) -> None:
         if not 0 <= decode_share < 1:
@@ -74,7 +77,9 @@ class Node:
         self._load_deadline = load_deadline
         self._record = record
         self._finished = finished
+        self._teller = None if observer is None else Teller(observer)
         self._specs: dict[str, RequestSpec] = {}
+        self._origins: dict[str, Origins] = {}
         self._pending = Spans()
         self._busy = Spans()
         self._begin_running()
@@ -97,10 +102,15 @@ class Node:
         suffix = spec.total_tokens - spec.prefix_tokens
         record = Record(spec.id, self.index, spec.arrival, spec.prefix_tokens, suffix)
         self.scheduler.admit(spec, policy)
+        coverage = tuple(coverage)
         for each in coverage:
             self.scheduler.extend_coverage(spec.id, each)
+        if self._teller is not None:
+            expected = self.scheduler.expected_seconds(spec.id)
+            self._teller.admitted(spec, policy, coverage, self._loop.time, expected)
         self.records[spec.id] = record
         self._specs[spec.id] = spec
+        self._origins[spec.id] = Origins()
         self.unfinished += 1
         self._busy.enter(self._loop.time)
         self._pending.enter(self._loop.time)
@@ -174,9 +184,8 @@ class Node:
         if self._writes:
             usage.useful += self._pending.total(now) - self._pending_before
             if not work.is_suffix:
-                cells = self.records[work.request_id].cells
-                width = work.tile.stop - work.tile.start
-                cells[_RECOMPUTE] = cells.get(_RECOMPUTE, 0) + width
+                tile = work.tile
+                self._origins[work.request_id].wrote(tile.index, tile.stop - tile.start, layer - 1)
         if not self._next_layer(work, layer):
             self._changed()
 
@@ -189,9 +198,11 @@ class Node:
             if self._record:
                 self.compute.intervals.extend((self._began, now))
             if self.timeline is not None:
-                source = "suffix" if work.is_suffix else _RECOMPUTE
+                source = "suffix" if work.is_suffix else RECOMPUTE
                 span = (work.tile.start, work.tile.stop, work.first_layer, layer)
                 self.timeline.append(Work(work.request_id, source, *span, self._began, now))
+            if self._teller is not None:
+                self._teller.computed(work, layer, self._seconds, self._began, now)
         self._check_restored(record)
         if work.is_suffix and self.scheduler.finished(work.request_id):
             self._end(record)
@@ -203,10 +214,15 @@ class Node:
 
     def _end(self, record: Record) -> None:
         record.first_token = self._loop.time
+        origins = self._origins.pop(record.request_id)
+        cells = {RECOMPUTE: origins.recomputed, **origins.by_channel}
+        record.cells = {source: count for source, count in cells.items() if count}
         self.unfinished -= 1
         self._busy.leave(self._loop.time)
         self.scheduler.cancel(record.request_id)
         self._forget(record)
+        if self._teller is not None:
+            self._teller.answered(record)
         if self._finished is not None:
             self._finished(record)
 
@@ -251,13 +267,17 @@ class Node:
         usage.busy += seconds
         if self._record:
             usage.intervals.extend((transfer.start, transfer.stop))
+        outcome = LoadOutcome.FAILED
         if transfer.ok:
             granted = self.scheduler.commit(load)
+            outcome = LoadOutcome.PUBLISHED if granted else LoadOutcome.DROPPED
             self.scheduler.loaded(load, granted, now)
             self._count(load, granted, record, usage, seconds)
         else:
             record.failed_loads += 1
             self.scheduler.failed(load, now, chunks=load.chunks)
+        if self._teller is not None:
+            self._teller.loaded(load, transfer.start, transfer.stop, outcome)
         if self.timeline is not None:
             self._draw(transfer)
         self._settle(record)
@@ -270,16 +290,17 @@ class Node:
             return
         layers = granted.bit_count()
         usage.useful += seconds * layers / (load.layers.stop - load.layers.start)
-        chunk_tokens = self._specs[load.request_id].chunk_tokens
-        cells = record.cells
-        tokens = layers * len(load.chunks) * chunk_tokens
-        cells[load.channel] = cells.get(load.channel, 0) + tokens
+        tokens = len(load.chunks) * self._specs[load.request_id].chunk_tokens
+        self._origins[load.request_id].loaded(load.channel, load.tile, granted, tokens)
 
     def _given_up(self, transfer: Transfer) -> None:
         load = transfer.load
         record = self.records[load.request_id]
         record.failed_loads += 1
-        self.scheduler.failed(load, self._loop.time, chunks=load.chunks, late=True)
+        now = self._loop.time
+        self.scheduler.failed(load, now, chunks=load.chunks, late=True)
+        if self._teller is not None:
+            self._teller.loaded(load, now - self._load_deadline, now, LoadOutcome.LATE)
         self._settle(record)
 
     def _settle(self, record: Record) -> None:

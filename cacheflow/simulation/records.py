@@ -26,7 +26,8 @@ class Record:
     first_token: float = inf
     """When the suffix was computed too."""
     cells: dict[str, int] = field(default_factory=dict)
-    """Token-blocks of the prefix by source: ``recompute`` and one entry a channel."""
+    """Token-blocks of the prefix by source: ``recompute`` and one entry a channel; known with the
+    first token."""
     failed_loads: int = 0
     dropped_loads: int = 0
     in_flight: int = 0

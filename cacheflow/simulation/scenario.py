@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cacheflow.simulation.records import Record
     from cacheflow.simulation.results import Summary
     from cacheflow.tiers.eviction import EvictionName
-    from cacheflow.types import Load, TileGrid
+    from cacheflow.types import Load, Observer, TileGrid
 
 __all__ = ["Channel", "Run", "Scenario", "mean_gap", "simulate"]
 
@@ -172,8 +172,11 @@ def simulate(
     progress: Callable[[int], None] | None = None,
     record: bool = False,
     timeline: bool = False,
+    observe: Callable[[int], Observer] | None = None,
 ) -> Run:
     """Run ``workload`` under ``policy``; ``progress(finished)`` after every first token.
+
+    ``observe``: who is told what happens on the node of an index, as a restorer's observer is.
 
     Raises:
         ConfigError: no such policy, objective or router.
@@ -190,7 +193,7 @@ def simulate(
         if progress is not None:
             progress(len(done))
 
-    builder = _Builder(scenario, loop, record=record, timeline=timeline)
+    builder = _Builder(scenario, loop, observe, record=record, timeline=timeline)
     cluster = Cluster(
         loop,
         scenario.gpus,
@@ -209,10 +212,17 @@ class _Builder:
     """Makes the nodes of a scenario."""
 
     def __init__(
-        self, scenario: Scenario, loop: EventLoop, *, record: bool, timeline: bool
+        self,
+        scenario: Scenario,
+        loop: EventLoop,
+        observe: Callable[[int], Observer] | None,
+        *,
+        record: bool,
+        timeline: bool,
     ) -> None:
         self._scenario = scenario
         self._loop = loop
+        self._observe = observe
         self._options = {"record": record, "timeline": timeline}
         self._pipes = {
             channel.name: SharedPipe(
@@ -239,6 +249,7 @@ class _Builder:
             index=index,
             fate=self._fate(index),
             decode_share=scenario.decode_share,
+            observer=None if self._observe is None else self._observe(index),
             finished=ended,
             **self._options,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cacheflow.types.events import (
+    Admitted,
     CostChecked,
     Event,
     Evicted,
@@ -71,6 +72,7 @@ from cacheflow.types.work import (
 )
 
 __all__ = [
+    "Admitted",
     "Agreement",
     "Buffer",
     "Capabilities",

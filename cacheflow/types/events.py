@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cacheflow.types.geometry import Span
 
 __all__ = [
+    "Admitted",
     "CostChecked",
     "Event",
     "Evicted",
@@ -65,6 +66,20 @@ class LookedUp:
     start: float
     stop: float
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What tiers answered by ``start`` was handed to the scheduler: it may claim cells now."""
+
+    request_id: str
+    policy: str
+    start: float
+    stop: float
+    stored_tokens: int
+    """Tokens of the prefix that some tier is known to have."""
+    expected: float
+    """Seconds from ``stop`` until the suffix is computed, alone; 0: nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +147,9 @@ class RestoreEnded:
     stage_balance: float | None = None
     """In a pipeline: mean over the longest of the stages' restores before this one, which all
     stages know alike; None before there was any."""
+    expected: float = 0.0
+    """What ``stop - arrival`` was expected to be, on admission, with all resources to itself (0:
+    nothing was known)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +228,8 @@ class Evicted:
     objects: int
     nbytes: int
     at: float
+    chunks: tuple[bytes, ...] = ()
+    """Digests of the keys of their chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +269,7 @@ class TierUsage:
 
 Event: TypeAlias = (
     LookedUp
+    | Admitted
     | LayersComputed
     | LoadEnded
     | Published

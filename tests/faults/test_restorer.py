@@ -34,9 +34,13 @@ OTHERS = [(3 * i) % 89 for i in range(500)]
 ROOT = key_root({"model": "fake"})
 
 
-async def fill(store: MemoryBackend, engine: FakeEngine, tokens: list[int]) -> None:
+async def fill(
+    store: MemoryBackend, engine: FakeEngine, tokens: list[int], every: int = 1, first: int = 0
+) -> None:
+    """Store every ``every``-th chunk, from number ``first`` on."""
     layout = engine.layout
-    for chunk, key in enumerate(chunk_keys(ROOT, tokens, layout.chunk_tokens)):
+    keys = list(enumerate(chunk_keys(ROOT, tokens, layout.chunk_tokens)))
+    for chunk, key in keys[first::every]:
         parts = (engine.expected(tokens, chunk, layer) for layer in range(layout.num_layers))
         payload = bytearray(b"".join(parts))
         name = ObjectKey(key, Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
@@ -346,6 +350,48 @@ async def test_a_hung_tier_does_not_starve_a_good_one() -> None:
         assert pool.quarantined_bytes() == pool.leased_bytes == 0
     await pool.aclose()
     engine.shutdown()
+
+
+async def test_what_is_loaded_and_computed_all_the_same_counts_once() -> None:
+    """Each tile has chunks in two tiers. Those of one are published, then the other fails, and
+    compute writes the whole tiles: their tokens are compute's, and the sum is the prompt's."""
+    engine, even, odd = FakeEngine(), MemoryBackend(), MemoryBackend()
+    await fill(even, engine, TOKENS, 2, 0)
+    await fill(odd, engine, TOKENS, 2, 1)
+    pool, published = StagingPool(1 << 20), asyncio.Event()
+    layers, size = engine.layout.num_layers, engine.layout.chunk_tokens
+    chunks = (len(TOKENS) - 1) // size
+    left = (chunks + 1) // 2 * layers
+    ended: list[RestoreEnded] = []
+
+    def watch(event: Event) -> None:
+        nonlocal left
+        if isinstance(event, LoadEnded) and event.outcome is LoadOutcome.PUBLISHED:
+            left -= event.chunks * len(event.layers)
+            if not left:
+                published.set()
+        elif isinstance(event, RestoreEnded):
+            ended.append(event)
+
+    async def fails(read: Read) -> None:
+        await published.wait()
+        raise BackendError("the disk is gone", operation="load")
+
+    odd.before_read = fails
+    scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
+    channels = {"even": even, "odd": odd}
+    async with Restorer(engine, scheduler, channels, pool, observer=watch) as restorer:
+        await engine.open("r", TOKENS)
+        request = RestoreRequest("r", TOKENS, chunk_keys(ROOT, TOKENS, size), 0.0)
+        async with asyncio.timeout(20):
+            result = await restorer.run(request, load_policy("load"))
+        assert engine.wrong_cells("r", len(TOKENS)) == []
+        await engine.close("r")
+    await pool.aclose()
+    engine.shutdown()
+    assert result.recomputed_cells + sum(result.loaded_cells.values()) == chunks * size * layers
+    assert result.recomputed_cells > chunks // 2 * size * layers
+    assert sum(ended[0].cells.values()) == chunks * size * layers
 
 
 class Hung(MemoryBackend):

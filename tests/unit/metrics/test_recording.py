@@ -12,6 +12,7 @@ from cacheflow.cli import app
 from cacheflow.errors import ConfigError, IntegrityError
 from cacheflow.metrics import EventRecorder, read_events
 from cacheflow.types import (
+    Admitted,
     Evicted,
     FirstToken,
     LayersComputed,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 EVENTS: list[Event] = [
     LookedUp("r", "disk", 4, 3, 10.0, 10.1),
+    Admitted("r", "adaptive", 10.1, 10.1, 64, 0.7),
     LayersComputed("r", 0, 512, False, Span(0, 2), (10.1, 10.3), 10.6),
     LoadEnded("r", "disk", 1, Span(1, 2), 2, 1000, 10.1, 10.4, LoadOutcome.CORRUPT, "bad"),
     Published("r", 1, Span(1, 2), 1000, 10.39, 10.4),
