@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cacheflow.metrics.endpoint import metrics_app, serve_metrics
+from cacheflow.metrics.exposition import Exposition
 from cacheflow.metrics.lag import LoopLag
-from cacheflow.metrics.live import Live, LiveGauges
+from cacheflow.metrics.live import Live, LiveGauges, Sessions
 from cacheflow.metrics.otel import OtelObserver
 from cacheflow.metrics.prometheus import PrometheusObserver
 from cacheflow.metrics.recording import EventRecorder, read_events
@@ -14,11 +15,13 @@ from cacheflow.metrics.watch import watch
 
 __all__ = [
     "EventRecorder",
+    "Exposition",
     "Live",
     "LiveGauges",
     "LoopLag",
     "OtelObserver",
     "PrometheusObserver",
+    "Sessions",
     "Timeline",
     "metrics_app",
     "read_events",

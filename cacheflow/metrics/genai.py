@@ -15,6 +15,7 @@ __all__ = [
     "OUTCOME",
     "POLICY",
     "SYSTEM",
+    "TTFT_BUCKETS",
     "TTFT_METRIC",
     "tokens_from",
 ]
@@ -26,6 +27,11 @@ INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 """All prompt tokens, the cached ones included."""
 CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 TTFT_METRIC: Final = "gen_ai.server.time_to_first_token"
+TTFT_BUCKETS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+"""Seconds: the boundaries that the conventions ask for, and on to minutes."""
 POLICY: Final = "cacheflow.policy"
 OUTCOME: Final = "cacheflow.outcome"
 

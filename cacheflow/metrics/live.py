@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cacheflow.types import StorePart
 
-__all__ = ["Live", "LiveGauges"]
+__all__ = ["Live", "LiveGauges", "Sessions"]
 
 
 class Live(Protocol):
@@ -43,21 +43,31 @@ class Live(Protocol):
         ...
 
 
-class LiveGauges:
-    """A Prometheus collector over ``live``. Scraped from another thread it may be a moment old."""
+class Sessions(Protocol):
+    """Whoever knows the sessions; a flow does."""
 
-    def __init__(self, live: Live) -> None:
+    def session_counts(self) -> Mapping[str, int]:
+        """Known sessions, by state."""
+        ...
+
+
+class LiveGauges:
+    """A Prometheus collector over ``live`` and, if any, ``sessions``. Scraped from another thread
+    it may be a moment old."""
+
+    def __init__(self, live: Live, sessions: Sessions | None = None) -> None:
         self._live = live
+        self._sessions = sessions
 
     def collect(self) -> Iterator[Metric]:
         live = self._live
         yield GaugeMetricFamily(
             "cacheflow_active_restores", "Requests being restored.", live.active_restores
         )
-        yield _by_tier(
-            "cacheflow_pending_loads", "Loads in flight on a channel.", live.pending_loads()
-        )
-        yield _by_tier(
+        text = "Loads in flight on a channel."
+        yield _by("tier", "cacheflow_pending_loads", text, live.pending_loads())
+        yield _by(
+            "tier",
             "cacheflow_quarantined_bytes",
             "Staging memory that waits for given-up I/O to end.",
             live.quarantined_bytes(),
@@ -67,12 +77,15 @@ class LiveGauges:
         used, capacity = live.staging_bytes
         yield GaugeMetricFamily("cacheflow_staging_used_bytes", "Staging memory in use.", used)
         yield GaugeMetricFamily("cacheflow_staging_capacity_bytes", "Staging memory.", capacity)
+        if self._sessions is not None:
+            text = "Sessions that are known: resident (with KV in memory), or forgotten."
+            yield _by("state", "cacheflow_sessions", text, self._sessions.session_counts())
 
 
-def _by_tier(name: str, text: str, values: Mapping[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=("tier",))
-    for tier, value in values.items():
-        family.add_metric((tier,), value)
+def _by(label: str, name: str, text: str, values: Mapping[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=(label,))
+    for key, value in values.items():
+        family.add_metric((key,), value)
     return family
 
 

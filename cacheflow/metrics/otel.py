@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from cacheflow.errors import ConfigError
 from cacheflow.metrics import genai
 from cacheflow.types import (
+    Admitted,
     FirstToken,
     LayersComputed,
     LoadEnded,
@@ -71,7 +72,10 @@ class OtelObserver:
         self._trace = trace
         self._tracer: Tracer = trace.get_tracer("cacheflow", tracer_provider=tracers)
         self._ttft = metrics.get_meter("cacheflow", meter_provider=meters).create_histogram(
-            genai.TTFT_METRIC, unit="s", description="Arrival of a request to its first token."
+            genai.TTFT_METRIC,
+            unit="s",
+            description="Arrival of a request to its first token.",
+            explicit_bucket_boundaries_advisory=genai.TTFT_BUCKETS,
         )
         self._model = model
         self._ratio = ratio
@@ -83,7 +87,7 @@ class OtelObserver:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case LookedUp() | LayersComputed() | LoadEnded() | Published():
+            case LookedUp() | Admitted() | LayersComputed() | LoadEnded() | Published():
                 self._keep(event.request_id, event)
             case RestoreEnded() if event.outcome == "restored":
                 self._keep(event.request_id, event)
@@ -121,7 +125,7 @@ class OtelObserver:
             "restore", start_time=self._ns(last.arrival), attributes=attributes
         )
         context = self._trace.set_span_in_context(root)
-        for name, start, end, about in _spans(events):
+        for name, start, end, about in _spans([*events, last]):
             span = self._tracer.start_span(
                 name, context, start_time=self._ns(start), attributes=about
             )
@@ -145,11 +149,16 @@ def _spans(
     events: list[Event],
 ) -> Iterator[tuple[str, float, float, _About]]:
     """``(name, start, stop, attributes)`` of what was done for one request."""
+    computed = 0.0
     for event in events:
         match event:
             case LookedUp():
                 about: _About = {"cacheflow.tier": event.channel, "cacheflow.found": event.found}
                 yield "lookup", event.start, event.stop, about
+            case Admitted():
+                about = {"cacheflow.stored_tokens": event.stored_tokens}
+                about["cacheflow.expected_seconds"] = event.expected
+                yield "plan", event.start, event.stop, about
             case LayersComputed():
                 name = "suffix" if event.is_suffix else "recompute"
                 about = _cells(event.tile, event.layers.start, event.layers.stop)
@@ -165,8 +174,11 @@ def _spans(
             case Published():
                 about = _cells(event.tile, event.layers.start, event.layers.stop)
                 yield "publish", event.start, event.stop, about
-            case RestoreEnded():
+            case RestoreEnded() if event.outcome == "restored":
                 yield "prefix", event.arrival, event.restored, {}
+                computed = event.stop
+            case FirstToken():
+                yield "first token", computed or event.at, event.at, {}
             case _:
                 pass
 

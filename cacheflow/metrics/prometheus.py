@@ -131,6 +131,9 @@ class PrometheusObserver:
         if event.outcome != "restored" or not (total and event.stored_tokens):
             return
         series.recomputed.labels(event.policy).observe(recomputed / total)
+        if event.expected:
+            took = max(event.stop - event.arrival, 1e-9)
+            series.efficiency.labels(event.policy).observe(event.expected / took)
         if event.policy not in _ONE_WAY and recomputed in (0, total):
             series.fallbacks.labels("recompute" if recomputed else "load").inc()
 

@@ -17,6 +17,7 @@ _SECONDS: Final = (
     *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0),
 )
 _ERRORS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 100.0)
+_EFFICIENCIES: Final = (*(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), *(1.0, 1.1, 1.25, 1.5, 2.0))
 _SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
@@ -150,6 +151,13 @@ class Series:
             "How far outcomes were from predictions, as a share of these: a median a restore.",
             "kind",
             buckets=_ERRORS,
+        )
+        self.efficiency = self._histogram(
+            "predicted_efficiency",
+            "Seconds that a restore was expected to take with all resources to itself, as a share "
+            "of those it took: 1 is as good as the cost models know.",
+            "policy",
+            buckets=_EFFICIENCIES,
         )
         self.loop_lag = self._histogram(
             "event_loop_lag_seconds",

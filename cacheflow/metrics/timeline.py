@@ -1,7 +1,7 @@
 """A request's events as a Chrome trace (opens in Perfetto) and as a picture of the two pointers.
 
-Lanes: the compute stream, each channel, publication. Keeps every event: for single runs, not for
-a server's lifetime.
+Lanes: the compute stream, each channel (one more for each load in flight at once), publication.
+Keeps every event: for single runs, not for a server's lifetime.
 """
 
 from __future__ import annotations
@@ -37,23 +37,21 @@ class Timeline:
 
     def trace(self) -> dict[str, Any]:
         """The Chrome-trace object (JSON Object Format, complete events, microseconds)."""
-        lanes: dict[str, int] = {}
-        spans = []
-        for lane, name, start, stop, args in self._spans():
-            tid = lanes.setdefault(lane, len(lanes) + 1)
+        lanes, spans, zero = _Lanes(), [], self._zero()
+        for lane, name, start, stop, args in sorted(self._spans(), key=lambda span: span[2]):
             spans.append(
                 {
                     "name": name,
                     "ph": "X",
                     "pid": 1,
-                    "tid": tid,
-                    "ts": (start - self._zero()) * _MICROSECONDS,
+                    "tid": lanes.place(lane, start, stop),
+                    "ts": (start - zero) * _MICROSECONDS,
                     "dur": max(stop - start, 0.0) * _MICROSECONDS,
                     "args": args,
                 }
             )
         names = [_meta("process_name", 0, "CacheFlow")]
-        names += [_meta("thread_name", tid, lane) for lane, tid in lanes.items()]
+        names += [_meta("thread_name", tid, lane) for lane, tid in lanes.names.items()]
         return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
 
     def write_trace(self, path: Path) -> None:
@@ -129,6 +127,24 @@ class Timeline:
             elif isinstance(event, LoadEnded) and event.outcome is LoadOutcome.PUBLISHED:
                 row, height = event.tile * layers + event.layers.start, len(event.layers)
                 yield event.start - zero, event.stop - zero, row, height, "load"
+
+
+class _Lanes:
+    """Rows of a trace. What overlaps on one of them gets another, as viewers need it: several loads
+    of a channel are in flight at once."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        """Row by name."""
+        self._free_at: dict[str, list[float]] = {}
+
+    def place(self, lane: str, start: float, stop: float) -> int:
+        """The row of a span; they come in the order of their starts."""
+        rows = self._free_at.setdefault(lane, [])
+        number = next((i for i, free in enumerate(rows) if free <= start), len(rows))
+        rows[number : number + 1] = [max(start, stop)]
+        name = f"{lane} ({number + 1})" if number else lane
+        return self.names.setdefault(name, len(self.names) + 1)
 
 
 def _meta(kind: str, tid: int, name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from cacheflow.metrics.live import LiveGauges
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cacheflow.metrics.live import Live
+    from cacheflow.metrics.live import Live, Sessions
     from cacheflow.metrics.prometheus import PrometheusObserver
 
 __all__ = ["watch"]
@@ -19,13 +19,19 @@ __all__ = ["watch"]
 
 @contextmanager
 def watch(
-    observer: PrometheusObserver, live: Live, *, model: str = "", policy: str = ""
+    observer: PrometheusObserver,
+    live: Live,
+    *,
+    sessions: Sessions | None = None,
+    model: str = "",
+    policy: str = "",
 ) -> Iterator[None]:
-    """Add live gauges of ``live`` (a restorer is one), loop lag and ``cacheflow_info`` to
-    ``observer`` while the block runs. Use it on the event loop that serves."""
+    """Add live gauges of ``live`` (a restorer is one) and ``sessions`` (a flow knows them), loop
+    lag and ``cacheflow_info`` to ``observer`` while the block runs. Use it on the event loop that
+    serves."""
     from cacheflow import __version__
 
-    gauges, lag = LiveGauges(live), LoopLag(observer.series.loop_lag.observe)
+    gauges, lag = LiveGauges(live, sessions), LoopLag(observer.series.loop_lag.observe)
     observer.registry.register(gauges)
     observer.series.info.labels(__version__, model, policy).set(1)
     lag.start()

@@ -195,6 +195,11 @@ class CacheFlow:
             for session in sessions:
                 await session.drop()
 
+    def session_counts(self) -> dict[str, int]:
+        """How many sessions are known: ``resident`` with KV in memory, ``forgotten`` without."""
+        resident = len(self._resident)
+        return {"resident": resident, "forgotten": max(len(self._sessions) - resident, 0)}
+
     # -- for its sessions ----------------------------------------------------------------------
 
     def new_request(self, name: str) -> str:

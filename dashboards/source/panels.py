@@ -22,20 +22,44 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["INSTANCE", "TENANT", "TIER", "board", "heat", "number", "rates", "share"]
+__all__ = [
+    "INSTANCE",
+    "TENANT",
+    "TENANTS",
+    "TIER",
+    "TIERS",
+    "board",
+    "heat",
+    "number",
+    "rates",
+    "share",
+]
 
 INSTANCE: Final = 'instance=~"$instance"'
 TIER: Final = 'instance=~"$instance", tier=~"$tier"'
 TENANT: Final = 'instance=~"$instance", tenant=~"$tenant"'
+TIERS: Final = "cacheflow_lookup_chunks_total"
+TENANTS: Final = "cacheflow_tenant_ttft_seconds_count"
+"""Series that have every tier, and every tenant with a label."""
 _SOURCE: Final = DataSourceRef(type_val="prometheus", uid="$datasource")
 
 _Panel = TypeVar("_Panel", timeseries.Panel, stat.Panel, heatmap.Panel)
 
 
 def board(
-    uid: str, title: str, text: str, *, tiers: bool = False, tenants: bool = False
+    uid: str,
+    title: str,
+    text: str,
+    *,
+    of: str = "cacheflow_info",
+    model: str = "model",
+    tiers: str = "",
+    tenants: str = "",
 ) -> dash.Dashboard:
-    """A dashboard with the variables datasource, model, instance and, if wanted, tier, tenant."""
+    """A dashboard with the variables datasource, model, instance and, if wanted, tier and tenant.
+
+    ``of``, ``tiers``, ``tenants``: series whose labels have the values; ``model``: its label there.
+    """
     made = (
         dash.Dashboard(title)
         .uid(uid)
@@ -48,17 +72,13 @@ def board(
         .with_variable(
             dash.DatasourceVariable("datasource").type("prometheus").label("Data source")
         )
-        .with_variable(_variable("model", "label_values(cacheflow_info, model)"))
-        .with_variable(
-            _variable("instance", 'label_values(cacheflow_info{model=~"$model"}, instance)')
-        )
+        .with_variable(_variable("model", f"label_values({of}, {model})"))
+        .with_variable(_variable("instance", f'label_values({of}{{{model}=~"$model"}}, instance)'))
     )
-    if tiers:
-        query = 'label_values(cacheflow_lookup_chunks_total{instance=~"$instance"}, tier)'
-        made = made.with_variable(_variable("tier", query))
-    if tenants:
-        query = 'label_values(cacheflow_tenant_ttft_seconds_count{instance=~"$instance"}, tenant)'
-        made = made.with_variable(_variable("tenant", query))
+    for name, series in (("tier", tiers), ("tenant", tenants)):
+        if series:
+            query = f'label_values({series}{{instance=~"$instance"}}, {name})'
+            made = made.with_variable(_variable(name, query))
     return made
 
 

@@ -1,9 +1,9 @@
 """A static page of all panels with what a Prometheus server says now: no Grafana needed.
 
-    python dashboards/source/preview.py http://127.0.0.1:9090 preview.html
+    python dashboards/source/preview.py http://127.0.0.1:9090 preview.html [SECONDS]
 
-Shows titles, descriptions, queries and the last half hour as small charts. It is not Grafana: it
-says whether the queries give what the panels promise.
+Shows titles, descriptions, queries and the last half hour (or SECONDS) as small charts. It is not
+Grafana: it says whether the queries give what the panels promise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ h3{margin:0 0 .3em}p{margin:.2em 0;color:#555}code{font-size:11px;word-break:bre
 """
 
 
-def fetch(server: str, expr: str, seconds: int = _SECONDS) -> list[dict[str, Any]]:
+def fetch(server: str, expr: str, seconds: int) -> list[dict[str, Any]]:
     """The series of ``expr`` over the last ``seconds``.
 
     Raises:
@@ -46,22 +46,22 @@ def fetch(server: str, expr: str, seconds: int = _SECONDS) -> list[dict[str, Any
     return found
 
 
-def page(server: str, folder: Path) -> str:
-    """The whole page as HTML."""
+def page(server: str, folder: Path, seconds: int = _SECONDS) -> str:
+    """The whole page as HTML, with the last ``seconds``."""
     parts = [f"<!doctype html><meta charset=utf-8><title>CacheFlow</title><style>{_STYLE}</style>"]
     for board, of_board in groupby(queries(folder), key=lambda query: query.board):
         parts.append(f"<h2>{escape(board)}</h2><section>")
         for _, of_panel in groupby(of_board, key=lambda query: query.panel):
-            parts.append(_panel(server, list(of_panel)))
+            parts.append(_panel(server, list(of_panel), seconds))
         parts.append("</section>")
     return "\n".join(parts)
 
 
-def _panel(server: str, of_panel: list[Query]) -> str:
+def _panel(server: str, of_panel: list[Query], seconds: int) -> str:
     first = of_panel[0]
     lines: list[tuple[str, list[tuple[float, float]]]] = []
     for query in of_panel:
-        for series in fetch(server, query.expr):
+        for series in fetch(server, query.expr, seconds):
             values = [(at, float(value)) for at, value in series["values"]]
             lines.append((_legend(query.legend, series["metric"]), values))
     codes = "".join(f"<p><code>{escape(query.expr)}</code></p>" for query in of_panel)
@@ -105,5 +105,6 @@ def _chart(lines: list[tuple[str, list[tuple[float, float]]]]) -> str:
 
 
 if __name__ == "__main__":
-    made = page(sys.argv[1], Path(__file__).parent.parent / "grafana")
+    shown = int(sys.argv[3]) if len(sys.argv) > 3 else _SECONDS
+    made = page(sys.argv[1], Path(__file__).parent.parent / "grafana", shown)
     Path(sys.argv[2]).write_text(made, encoding="utf-8")

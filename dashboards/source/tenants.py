@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from panels import INSTANCE, TENANT, board, number, rates, share
+from panels import INSTANCE, TENANT, TENANTS, board, number, rates, share
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.builders.dashboard import Dashboard
@@ -25,7 +25,7 @@ def tenants() -> Dashboard:
             "cacheflow-tenants",
             "CacheFlow: tenants and sessions",
             "Who waits for what. Not every tenant need have a label; the rest are 'other'.",
-            tenants=True,
+            tenants=TENANTS,
         )
         .with_panel(
             number(
@@ -50,6 +50,15 @@ def tenants() -> Dashboard:
                 f"max({_quantile(0.9, '5m')})",
                 unit="s",
                 limit=_TARGET,
+            )
+        )
+        .with_panel(
+            rates(
+                "Sessions",
+                "Known ones of all tenants: resident have KV in memory, forgotten would be "
+                "restored.",
+                {"{{state}}": f"sum by (state) (cacheflow_sessions{{{INSTANCE}}})"},
+                stacked=True,
             )
         )
         .with_panel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from panels import INSTANCE, TIER, board, heat, rates, share
+from panels import INSTANCE, TIER, TIERS, board, heat, rates, share
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.builders.dashboard import Dashboard
@@ -17,7 +17,7 @@ _RATE = "$__rate_interval"
 def tiers() -> Dashboard:
     """Hits, bytes, latency, occupancy, losses and failures by tier."""
     return (
-        board("cacheflow-tiers", "CacheFlow: tiers", "Each place chunks live.", tiers=True)
+        board("cacheflow-tiers", "CacheFlow: tiers", "Each place chunks live.", tiers=TIERS)
         .with_panel(
             share(
                 "Chunks found",

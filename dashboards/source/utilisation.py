@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from panels import INSTANCE, TIER, board, heat, rates, share
+from panels import INSTANCE, TIER, TIERS, board, heat, rates, share
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.builders.dashboard import Dashboard
@@ -21,7 +21,7 @@ def utilisation() -> Dashboard:
             "cacheflow-utilisation",
             "CacheFlow: utilisation",
             "Which resource is the limit, and how well recompute and loads share the work.",
-            tiers=True,
+            tiers=TIERS,
         )
         .with_panel(
             share(
@@ -108,6 +108,19 @@ def utilisation() -> Dashboard:
                     f"cacheflow_cost_error_bucket{{{INSTANCE}}}[{_RATE}])))"
                 },
                 limit=0.5,
+            )
+        )
+        .with_panel(
+            rates(
+                "Restores against what was expected",
+                "Seconds that a restore would need with all to itself, by the cost models, as a "
+                "share of those it took. Near 1: as good as the plans; low with both busy: it is "
+                "one of many; low with both idle: the models are off, or requests wait elsewhere.",
+                {
+                    f"p{q}": f"histogram_quantile({q / 100}, sum by (le) (rate("
+                    f"cacheflow_predicted_efficiency_bucket{{{INSTANCE}}}[{_RATE}])))"
+                    for q in (10, 50, 90)
+                },
             )
         )
         .with_panel(

@@ -1,77 +1,69 @@
-"""vLLM's own series beside CacheFlow's: what its users wait for, and what we restored for them.
+"""CacheFlow inside vLLM: what vLLM's users wait for, and what was restored for them.
 
-For instances whose vLLM server and CacheFlow endpoint share the ``instance`` label's host.
+All of it is in vLLM's own ``/metrics``, where the connector's counters appear as
+``vllm:cacheflow_...`` whatever number of processes the engine has.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from panels import INSTANCE, board, rates, share
+from panels import board, rates, share
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 __all__ = ["vllm_beside"]
 
-_RATE = "$__rate_interval"
+_RATE: Final = "$__rate_interval"
+_MODEL: Final = 'instance=~"$instance", model_name=~"$model"'
+_TIER: Final = f'{_MODEL}, tier=~"$tier"'
+_TARGET: Final = 0.2
+"""Seconds in which a first token is wanted."""
 
 
 def vllm_beside() -> Dashboard:
     """Two systems, one time axis."""
+    made = board(
+        "cacheflow-vllm",
+        "CacheFlow: beside vLLM",
+        "vLLM's own metrics and the counters of CacheFlow's connector on one time axis.",
+        of="vllm:num_requests_running",
+        model="model_name",
+        tiers="vllm:cacheflow_lookup_chunks_total",
+    )
+    return _restores(_requests(made))
+
+
+def _requests(made: Dashboard) -> Dashboard:
+    """What users wait for, and for what."""
     return (
-        board(
-            "cacheflow-vllm",
-            "CacheFlow: beside vLLM",
-            "vLLM's own metrics and CacheFlow's on one time axis.",
-            tiers=True,
+        made.with_panel(
+            rates(
+                "TTFT",
+                "As vLLM counts it, from arrival at the server; the line is the 200 ms target.",
+                {f"p{q}": _quantile(q, "time_to_first_token_seconds") for q in (50, 90, 99)},
+                unit="s",
+                limit=_TARGET,
+            )
         )
         .with_panel(
             rates(
-                "TTFT p90",
-                "As vLLM counts it (from arrival at the server) and as CacheFlow does.",
+                "Waiting and prefill, p90",
+                "Long queues: more replicas, not a faster cache. Long prefills: see what is found.",
                 {
-                    "vLLM": "histogram_quantile(0.9, sum by (le) (rate("
-                    f"vllm:time_to_first_token_seconds_bucket[{_RATE}])))",
-                    "CacheFlow": "histogram_quantile(0.9, sum by (le) (rate("
-                    f"cacheflow_ttft_seconds_bucket{{{INSTANCE}}}[{_RATE}])))",
+                    "queue": _quantile(90, "request_queue_time_seconds"),
+                    "prefill": _quantile(90, "request_prefill_time_seconds"),
                 },
                 unit="s",
-                limit=0.2,
             )
         )
         .with_panel(
             rates(
                 "Inter-token latency p99",
                 "Restores must not slow down the decode of others.",
-                {
-                    "vLLM": "histogram_quantile(0.99, sum by (le) (rate("
-                    f"vllm:inter_token_latency_seconds_bucket[{_RATE}])))"
-                },
+                {"p99": _quantile(99, "inter_token_latency_seconds")},
                 unit="s",
-            )
-        )
-        .with_panel(
-            share(
-                "Prefix tokens found",
-                "In vLLM's own cache, and by the connector among those it was asked for.",
-                {
-                    "vLLM's cache": f"sum(rate(vllm:prefix_cache_hits_total[{_RATE}])) / "
-                    f"sum(rate(vllm:prefix_cache_queries_total[{_RATE}]))",
-                    "connector": f"sum(rate(vllm:external_prefix_cache_hits_total[{_RATE}])) / "
-                    f"sum(rate(vllm:external_prefix_cache_queries_total[{_RATE}]))",
-                },
-            )
-        )
-        .with_panel(
-            rates(
-                "Prefix tokens made ready",
-                "By CacheFlow, a second, by who made them.",
-                {
-                    "{{source}}": "sum by (source) (rate(cacheflow_restore_tokens_total"
-                    f"{{{INSTANCE}}}[{_RATE}]))"
-                },
-                stacked=True,
             )
         )
         .with_panel(
@@ -79,8 +71,28 @@ def vllm_beside() -> Dashboard:
                 "Requests",
                 "Running and waiting in vLLM.",
                 {
-                    "running": "sum(vllm:num_requests_running)",
-                    "waiting": "sum(vllm:num_requests_waiting)",
+                    "running": f"sum(vllm:num_requests_running{{{_MODEL}}})",
+                    "waiting": f"sum(vllm:num_requests_waiting{{{_MODEL}}})",
+                },
+            )
+        )
+        .with_panel(
+            rates(
+                "Prompt tokens by source",
+                "Tokens a second: computed, from vLLM's own cache, or through a connector.",
+                {"{{source}}": _rate("prompt_tokens_by_source_total", _MODEL, "source")},
+                stacked=True,
+            )
+        )
+        .with_panel(
+            share(
+                "Prefix tokens found",
+                "In vLLM's own cache, and by the connector among those it was asked for.",
+                {
+                    "vLLM's cache": _ratio("prefix_cache_hits_total", "prefix_cache_queries_total"),
+                    "connector": _ratio(
+                        "external_prefix_cache_hits_total", "external_prefix_cache_queries_total"
+                    ),
                 },
             )
         )
@@ -88,7 +100,84 @@ def vllm_beside() -> Dashboard:
             share(
                 "KV cache in use",
                 "vLLM's paged cache.",
-                {"{{instance}}": "vllm:kv_cache_usage_perc"},
+                {"{{instance}}": f"vllm:kv_cache_usage_perc{{{_MODEL}}}"},
             )
         )
     )
+
+
+def _restores(made: Dashboard) -> Dashboard:
+    """What CacheFlow did for them."""
+    return (
+        made.with_panel(
+            rates(
+                "Restores by how they went on",
+                "Requests a second with stored blocks: both ends at once, loaded alone, or "
+                "computed (it was faster, or the tier did not deliver).",
+                {"{{how}}": _rate("cacheflow_restores_total", _MODEL, "how")},
+                unit="reqps",
+                stacked=True,
+            )
+        )
+        .with_panel(
+            rates(
+                "Prefix tokens that vLLM did not compute",
+                "A second, by who made them.",
+                {"{{source}}": _rate("cacheflow_restore_tokens_total", _MODEL, "source")},
+                stacked=True,
+            )
+        )
+        .with_panel(
+            share(
+                "Blocks found by tier",
+                "Share of the blocks asked of a tier that it had.",
+                {
+                    "{{tier}}": _rate(
+                        "cacheflow_lookup_chunks_total", f'{_TIER}, result="hit"', "tier"
+                    )
+                    + " / "
+                    + _rate("cacheflow_lookup_chunks_total", _TIER, "tier")
+                },
+            )
+        )
+        .with_panel(
+            rates(
+                "Bytes a second",
+                "Loads and stores that arrived.",
+                {
+                    "{{tier}} {{direction}}": _rate(
+                        "cacheflow_transfer_bytes_total", _TIER, "tier, direction"
+                    )
+                },
+                unit="Bps",
+            )
+        )
+        .with_panel(
+            rates(
+                "Failed loads, and blocks not stored",
+                "A second, by reason; each failed load became recompute.",
+                {
+                    "load {{tier}} {{reason}}": _rate(
+                        "cacheflow_load_failures_total", _TIER, "tier, reason"
+                    ),
+                    "store {{tier}} {{reason}}": _rate(
+                        "cacheflow_store_dropped_total", _TIER, "tier, reason"
+                    ),
+                },
+            )
+        )
+    )
+
+
+def _rate(name: str, labels: str, by: str) -> str:
+    return f"sum by ({by}) (rate(vllm:{name}{{{labels}}}[{_RATE}]))"
+
+
+def _ratio(part: str, whole: str) -> str:
+    sums = (f"sum(rate(vllm:{name}{{{_MODEL}}}[{_RATE}]))" for name in (part, whole))
+    return " / ".join(sums)
+
+
+def _quantile(q: int, name: str) -> str:
+    buckets = f"rate(vllm:{name}_bucket{{{_MODEL}}}[{_RATE}])"
+    return f"histogram_quantile({q / 100}, sum by (le) ({buckets}))"

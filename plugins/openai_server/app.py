@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from cacheflow import __version__
+from cacheflow.metrics import Exposition
 from cacheflow.plugins.openai_server.chat import ChatTurn
 from cacheflow.plugins.openai_server.chat_schema import ChatCompletion, ChatRequest
 from cacheflow.plugins.openai_server.common_schema import ErrorBody, Model, ModelList, Prefetched
@@ -99,9 +100,13 @@ def create_app(service: Service) -> FastAPI:
             return JSONResponse({"status": "draining"}, 503)
         return JSONResponse({"status": "ready"})
 
+    page = Exposition(service.series.registry)
+
     @app.get("/metrics", responses={200: {"content": {"text/plain": _TEXT}}})
-    async def metrics() -> Response:
-        return Response(generate_latest(service.series.registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        accepted = request.headers.get("accept-encoding", "")
+        text, headers = await asyncio.to_thread(page.answer, accepted)
+        return Response(text, headers=headers)
 
     _shape_errors(app)
     paths = [route.path for route in app.routes if hasattr(route, "path")]

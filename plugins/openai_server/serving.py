@@ -90,7 +90,7 @@ async def opened_service(
     words = await asyncio.to_thread(Words, engine.chat)
     try:
         async with CacheFlow.open(settings, engine=engine, observer=observer) as flow:
-            with watch(observer, flow.restorer, model=model, policy=settings.policy):
+            with watch(observer, flow.restorer, sessions=flow, model=model, policy=settings.policy):
                 yield Service(flow, words, server, model, ServerSeries(observer.registry))
                 await flow.flush(settings.flush_seconds)
     finally:

@@ -58,7 +58,7 @@ ABNORMAL = (
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    """A server with the project's rules, and the port that it scrapes every 200 ms."""
+    """A server with the project's rules, and the port that it scrapes every second."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed: apt-get install prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
@@ -66,12 +66,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
     rules = (BOARDS / "prometheus" / "rules.yml").read_text()
     (folder / "rules.yml").write_text(rules.replace("interval: 30s", "interval: 1s"))
     config = {
-        "global": {"scrape_interval": "200ms", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["rules.yml"],
         "scrape_configs": [
             {
                 "job_name": "cacheflow",
-                "scrape_timeout": "200ms",
+                "scrape_timeout": "1s",
                 "static_configs": [{"targets": [f"127.0.0.1:{scraped}"]}],
             }
         ],
@@ -155,7 +155,9 @@ async def _serving(model: Path, store: Path, observer: PrometheusObserver) -> As
     )
     try:
         async with CacheFlow.open(settings, engine=engine, observer=observer) as flow:
-            with watch(observer, flow.restorer, model="tiny", policy=settings.policy):
+            with watch(
+                observer, flow.restorer, sessions=flow, model="tiny", policy=settings.policy
+            ):
                 yield flow
     finally:
         await engine.aclose()
@@ -183,15 +185,24 @@ async def test_every_panel_and_rule_has_data(
         await asyncio.to_thread(_more_scrapes, url)
         await _turn(flow, "b", PROMPT)
         await asyncio.to_thread(_more_scrapes, url)
-        empty = []
-        for query in queries(BOARDS / "grafana", window="1m"):
-            found = await asyncio.to_thread(_query, url, query.expr)
-            if not found and "vllm:" not in query.expr:
-                empty.append((query.board, query.panel, query.expr))
-        assert empty == []
+        asked = list(queries(BOARDS / "grafana", window="1m"))
+        empty = await asyncio.to_thread(_empty, url, asked)
+        assert [query for query in empty if "vllm:" not in query.expr] == []
         rules = await asyncio.to_thread(_rules, url)
     assert len(rules) >= 15
     assert {rule["health"] for rule in rules} == {"ok"}, rules
+
+
+def _empty(server: str, asked: list[Any], seconds: float = 30) -> list[Any]:
+    """Queries that give nothing however often they are asked: on a busy machine a scrape may come
+    too late, and then nothing is known for the moment. Those for vLLM are asked once."""
+    deadline, left = time.monotonic() + seconds, asked
+    while True:
+        left = [query for query in left if not _query(server, query.expr)]
+        ours = [query for query in left if "vllm:" not in query.expr]
+        if not ours or time.monotonic() > deadline:
+            return left
+        _more_scrapes(server)
 
 
 def _more_scrapes(server: str) -> None:
@@ -220,11 +231,15 @@ def _rules(server: str) -> list[dict[str, Any]]:
 
 
 def test_rules_pass_their_own_tests() -> None:
-    """promtool: syntax, and what each alert says of made-up series."""
+    """promtool: configuration, syntax, and what each alert says of made-up series."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
     folder = BOARDS / "prometheus"
-    for command in (["check", "rules", "rules.yml"], ["test", "rules", "rules_test.yml"]):
+    for command in (
+        ["check", "config", "prometheus.yml"],
+        ["check", "rules", "rules.yml"],
+        ["test", "rules", "rules_test.yml"],
+    ):
         done = subprocess.run(
             ["promtool", *command], cwd=folder, capture_output=True, text=True, check=False
         )

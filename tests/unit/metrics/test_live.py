@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -14,7 +14,7 @@ from cacheflow.metrics import LoopLag, PrometheusObserver, metrics_app, serve_me
 from cacheflow.types import StorePart, TierDown, TierUp
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, MutableMapping, Sequence
 
 
 class Flow:
@@ -37,12 +37,15 @@ class Flow:
     def quarantined_bytes(self) -> Mapping[str, int]:
         return {"disk": 4096}
 
+    def session_counts(self) -> Mapping[str, int]:
+        return {"resident": 2, "forgotten": 5}
+
 
 async def test_live_state_is_read_when_scraped() -> None:
     """As long as it is watched, and not after."""
     observer, flow = PrometheusObserver(), Flow()
     value = observer.registry.get_sample_value
-    with watch(observer, flow, model="llama", policy="adaptive"):
+    with watch(observer, flow, sessions=flow, model="llama", policy="adaptive"):
         assert value("cacheflow_active_restores") == 3
         flow.active_restores = 1
         assert value("cacheflow_active_restores") == 1
@@ -55,6 +58,8 @@ async def test_live_state_is_read_when_scraped() -> None:
         for result, count in (("copied", 5), ("dropped", 2)):
             labels = {"tier": "pool", "part": "b:1", "result": result}
             assert value("cacheflow_tier_part_repairs_total", labels) == count
+        assert value("cacheflow_sessions", {"state": "resident"}) == 2
+        assert value("cacheflow_sessions", {"state": "forgotten"}) == 5
         assert value("cacheflow_staging_used_bytes") == 10
         assert value("cacheflow_staging_capacity_bytes") == 64
     assert value("cacheflow_active_restores") is None
@@ -126,18 +131,18 @@ async def test_the_endpoint_can_be_mounted() -> None:
     """As an ASGI application: a host app gives it the request."""
     observer = PrometheusObserver()
     observer(TierDown("one", "load", "", 0.0))
-    sent: list[dict[str, object]] = []
+    sent: list[MutableMapping[str, Any]] = []
 
-    async def receive() -> dict[str, object]:
+    async def receive() -> MutableMapping[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def send(message: dict[str, object]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": []}
-    await metrics_app(observer)(scope, receive, send)  # type: ignore[misc]
+    await metrics_app(observer)(scope, receive, send)
     assert sent[0]["status"] == 200
-    assert b'tier="one"' in sent[1]["body"]  # type: ignore[operator]
+    assert b'tier="one"' in sent[1]["body"]
 
 
 def test_a_large_fleet_is_cheap_to_scrape() -> None:

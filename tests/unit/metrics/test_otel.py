@@ -11,9 +11,12 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
-from cacheflow.metrics import OtelObserver
+from cacheflow.metrics import OtelObserver, genai
 from cacheflow.types import (
+    Admitted,
     FirstToken,
     LayersComputed,
     LoadEnded,
@@ -38,6 +41,7 @@ def request(name: str, at: float, outcome: str = "restored") -> list[Event]:
     )
     events: list[Event] = [
         LookedUp(name, "disk", 4, 3, at, at + 0.1),
+        Admitted(name, "adaptive", at + 0.1, at + 0.1, 768, 0.7),
         LayersComputed(name, 0, 512, False, Span(0, 2), (at + 0.1, at + 0.3), at + 0.6),
         LoadEnded(name, "disk", 1, Span(0, 2), 2, 9, at + 0.1, at + 0.4, LoadOutcome.PUBLISHED),
         LoadEnded(name, "disk", 1, Span(0, 2), 2, 9, at + 0.1, at + 0.4, LoadOutcome.CORRUPT, "x"),
@@ -87,7 +91,8 @@ def test_a_request_is_one_trace() -> None:
     assert root.start_time / 1e9 == pytest.approx(time.time(), abs=5)
     children = [span for span in traced.exporter.get_finished_spans() if span is not root]
     names = sorted(span.name for span in children)
-    assert names == ["load", "load", "lookup", "prefix", "publish", "recompute", "suffix"]
+    parts = ["load", "load", "lookup", "plan", "prefix", "publish", "recompute", "suffix"]
+    assert names == ["first token", *parts]
     for span in children:
         assert span.parent is not None
         assert span.parent.span_id == root.context.span_id
@@ -117,7 +122,18 @@ def test_a_share_is_traced_and_all_are_measured() -> None:
     metric = data.resource_metrics[0].scope_metrics[0].metrics[0]
     assert metric.name == "gen_ai.server.time_to_first_token"
     points: list[Any] = list(metric.data.data_points)
+    assert points[0].explicit_bounds == genai.TTFT_BUCKETS
     assert sum(point.count for point in points) == 1000
+
+
+def test_names_are_those_of_the_conventions() -> None:
+    """As the released package of OpenTelemetry's semantic conventions spells them."""
+    assert genai.SYSTEM == gen_ai_attributes.GEN_AI_PROVIDER_NAME
+    assert genai.OPERATION == gen_ai_attributes.GEN_AI_OPERATION_NAME
+    assert genai.MODEL == gen_ai_attributes.GEN_AI_REQUEST_MODEL
+    assert genai.INPUT_TOKENS == gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS
+    assert genai.CACHE_READ_TOKENS == gen_ai_attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS
+    assert genai.TTFT_METRIC == gen_ai_metrics.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN
 
 
 def test_requests_that_never_end_do_not_pile_up() -> None:
