@@ -91,6 +91,9 @@ class Settings(BaseSettings):
     keep_costs: bool = True
     """Begin with the costs that earlier processes learned, and leave them to the next (a small file
     in ``cache_dir``)."""
+    keep_departures: bool = True
+    """Note which chunks leave tiers that last, and why, for ``cacheflow explain`` (digests only, at
+    most 2 MiB a tier in ``cache_dir``)."""
     tiers: tuple[TierSettings, ...] = ()
     """Fastest first."""
     staging_bytes: ByteSize = Field(default=ByteSize(256 << 20), ge=1 << 20)

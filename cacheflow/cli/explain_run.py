@@ -16,7 +16,8 @@ from cacheflow.kv import chunk_keys
 from cacheflow.registry import load_backend, load_engine
 from cacheflow.session.tenants import tenant_of
 from cacheflow.settings import Settings, TierSettings
-from cacheflow.tiers.explaining import first_miss, judge, others
+from cacheflow.tiers.departures import departures_path, read_departures
+from cacheflow.tiers.explaining import ABSENT, absent, first_miss, judge, others
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.kv import Stamp
+    from cacheflow.tiers.departures import Departed
     from cacheflow.tiers.explaining import Others, State
+    from cacheflow.types import ChunkKey
 
 __all__ = ["Explained", "examine"]
 
@@ -105,7 +108,11 @@ async def examine(
         keys = chunk_keys(who.root, tokens, size)
         async with AsyncExitStack() as stack:
             backends = [await _open(tier, stack) for tier in settings.tiers]
-            answers = [await _states(b, keys, engine, who.stamp) for b in backends]
+            left = await asyncio.to_thread(_departed, settings)
+            answers = [
+                await _states(backend, keys, engine, who.stamp, gone)
+                for backend, gone in zip(backends, left, strict=True)
+            ]
             found.states = list(zip(*answers, strict=True))
             found.miss = first_miss(found.states)
             if earlier is not None:
@@ -174,14 +181,22 @@ async def _open(tier: TierSettings, stack: AsyncExitStack) -> StorageBackend:
     return backend
 
 
+def _departed(settings: Settings) -> list[Departed]:
+    """What is known to have left each tier."""
+    return [read_departures(departures_path(settings.cache_dir, each)) for each in settings.tiers]
+
+
 async def _states(
-    backend: StorageBackend, keys: Sequence[Any], engine: Engine, stamp: Stamp
+    backend: StorageBackend, keys: Sequence[ChunkKey], engine: Engine, stamp: Stamp, left: Departed
 ) -> list[State]:
     states: list[State] = []
     for first in range(0, len(keys), _BATCH):
         found = await backend.lookup(keys[first : first + _BATCH])
         states += [judge(infos, engine.layout, stamp, "canonical") for infos in found]
-    return states
+    return [
+        absent(left.reason(key), all_known=left.all_known) if state is ABSENT else state
+        for key, state in zip(keys, states, strict=True)
+    ]
 
 
 def _compared(
@@ -212,6 +227,16 @@ def _missing(found: Explained) -> str:
         return f"it is shorter than a chunk of {size} tokens: there is nothing to store"
     if miss is None:
         return "all whole chunks are stored: they are restored, or recomputed if that is faster"
+    fates = ", ".join(
+        f"{tier}: {state.what}"
+        for tier, state in zip(found.tiers, found.states[miss], strict=True)
+        if state is not ABSENT
+    )
+    if fates:
+        return (
+            f"tokens {miss * size}-{(miss + 1) * size} are not to be had ({fates}); what follows "
+            "is in the table, and is recomputed where no tier has it"
+        )
     behind = [n for n in range(miss + 1, found.chunks) if any(s.usable for s in found.states[n])]
     if behind:
         return (

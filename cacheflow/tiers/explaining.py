@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from cacheflow.kv import Stamp
     from cacheflow.types import ChunkInfo, KVLayout
 
-__all__ = ["ABSENT", "STORED", "Others", "State", "differences", "first_miss", "judge", "others"]
+__all__ = [
+    "ABSENT",
+    "STORED",
+    "Others",
+    "State",
+    "absent",
+    "differences",
+    "first_miss",
+    "judge",
+    "others",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,26 @@ class State:
 
 ABSENT = State("absent")
 STORED = State("stored", usable=True)
+
+
+_LEFT = {
+    "capacity": "evicted (capacity)",
+    "quota": "evicted (quota of its tenant)",
+    "full": "evicted (backend full)",
+    "pin": "evicted (its pin was broken)",
+    "ttl": "expired",
+    "corrupt": "deleted (it was corrupt)",
+    "deleted": "deleted",
+    "vanished": "taken away from outside",
+}
+
+
+def absent(reason: str, *, all_known: bool) -> State:
+    """What a tier has not: ``reason`` it left it the last time (empty: it is not known to have
+    been there). ``all_known``: everything that ever left it is known."""
+    if reason:
+        return State(_LEFT.get(reason, reason))
+    return State("never written (no trace of it)") if all_known else ABSENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from cacheflow.errors import ConfigError
 from cacheflow.registry import load_backend
+from cacheflow.tiers.departures import Departures, departures_path
 from cacheflow.tiers.encoded import Encoded
 from cacheflow.tiers.guarded import Guarded
 from cacheflow.tiers.tier import Tier
 from cacheflow.tiers.value import FLAT
-from cacheflow.types import Codec
+from cacheflow.types import Codec, tell
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cacheflow.kv import Stamp
     from cacheflow.settings import Settings, TierSettings
     from cacheflow.tiers.value import Value
-    from cacheflow.types import Observer
+    from cacheflow.types import Event, Observer
 
 __all__ = ["front", "open_tiers"]
 
@@ -46,15 +47,19 @@ async def open_tiers(
     for tier in settings.tiers:
         if tier.name in tiers:
             raise ConfigError(f"setting tiers: two tiers are called {tier.name!r}")
+        backend = await _open(tier)
+        told = observer
+        if settings.keep_departures and backend.capabilities.persistent:
+            told = await _keeping_departures(settings, tier, stack, observer)
         guarded = Guarded(
-            await _open(tier),
+            backend,
             tier.name,
             deadline=settings.load_deadline,
             clock=clock,
-            observer=observer,
+            observer=told,
         )
         asked = value if tier.eviction == "cost-aware" else FLAT
-        opened = await front(guarded, tier, clock=clock, observer=observer, value=asked)
+        opened = await front(guarded, tier, clock=clock, observer=told, value=asked)
         if tier.codec is not Codec.RAW:
             opened = Encoded(opened, tier.codec, stamp)
         stack.push_async_callback(opened.aclose)
@@ -77,6 +82,21 @@ async def front(
     if guarded.capabilities.evicts and not is_limited:
         return guarded
     return await Tier.over(guarded, settings, clock=clock, observer=observer, value=value)
+
+
+async def _keeping_departures(
+    settings: Settings, tier: TierSettings, stack: AsyncExitStack, observer: Observer
+) -> Observer:
+    """``observer``, and what keeps the departures of ``tier`` until ``stack`` has closed it."""
+    path = await asyncio.to_thread(departures_path, settings.cache_dir, tier)
+    departures = Departures(path, tier.name)
+    stack.push_async_callback(asyncio.to_thread, departures.close)
+
+    def both(event: Event) -> None:
+        tell(observer, event)
+        departures(event)
+
+    return both
 
 
 async def _open(tier: TierSettings) -> StorageBackend:

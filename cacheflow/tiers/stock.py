@@ -8,7 +8,7 @@ that the backend did not list. Doubtful bytes count as used.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -259,12 +259,14 @@ class Stock:
     def _tell_left(self, left: Iterable[Leaving]) -> None:
         objects: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
+        chunks: defaultdict[str, set[bytes]] = defaultdict(set)
         for entry, reason in left:
             objects[reason] += 1
             nbytes[reason] += entry.nbytes
+            chunks[reason].add(entry.key.chunk.digest)
         for reason, number in objects.items():
-            now = self.clock.now()
-            self._tell(Evicted(self.channel, reason, number, nbytes[reason], now))
+            now, keys = self.clock.now(), tuple(chunks[reason])
+            self._tell(Evicted(self.channel, reason, number, nbytes[reason], now, keys))
 
     def _tell(self, event: Event) -> None:
         tell(self._observer, event)

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pydantic import ByteSize
 from typer.testing import CliRunner
 
 from cacheflow.cli import app
@@ -15,11 +16,13 @@ from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.registry import load_backend
 from cacheflow.session import CacheFlow
 from cacheflow.settings import Settings, TierSettings
+from cacheflow.types import PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 CHUNK = 256
+OTHER = [(11 * i) % 250 + 1 for i in range(CHUNK + 9)]
 PROMPT = [(7 * i) % 250 + 1 for i in range(4 * CHUNK + 30)]
 
 
@@ -101,6 +104,39 @@ def test_the_first_divergent_token_is_named(explain: Explain, tmp_path: Path) ->
     assert f"came [{PROMPT[300]}," in found["why"][0]
     assert "now [251," in found["why"][0]
     assert "goes on from all 800 tokens" in explain(PROMPT, "--before", before)["why"][0]
+
+
+def test_what_was_evicted_is_told_from_what_was_never_written(
+    explain: Explain, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the process that served has kept of what left its tier, which has room for three of
+    the four chunks of a prompt, and then for one of another's."""
+    monkeypatch.setenv("CACHEFLOW_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "kv"
+
+    async def serve() -> None:
+        engine = await TransformersEngine.open_model(model_folder, dtype="float32")
+        room = ByteSize(1 << 20)
+        assert room // (engine.layout.payload_bytes() + 3 * PAGE) == 3
+        tier = TierSettings(
+            name="disk", backend="nvme", options={"path": str(folder)}, capacity_bytes=room
+        )
+        async with CacheFlow.open(Settings(tiers=(tier,), keep_costs=False), engine=engine) as flow:
+            for name, prompt in (("a", PROMPT[: 3 * CHUNK + 5]), ("b", OTHER)):
+                async for _ in flow.session(name).generate(prompt, max_new_tokens=1):
+                    pass
+                assert await flow.flush(30)
+        await engine.aclose()
+
+    asyncio.run(serve())
+    explain.store = folder
+    found = explain(PROMPT)
+    states = [run["tiers"]["disk"] for run in found["runs"]]
+    assert "evicted (capacity)" in states
+    assert states[-1] == "never written (no trace of it)"
+    assert "(disk: evicted (capacity))" in found["why"][0]
+    never = explain([5, *PROMPT[1:]])
+    assert [run["tiers"]["disk"] for run in never["runs"]] == ["never written (no trace of it)"]
 
 
 def test_another_prompt_tenant_or_model(
