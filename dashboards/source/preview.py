@@ -82,7 +82,8 @@ def _values(lines: list[tuple[str, list[tuple[float, float]]]], unit: str) -> st
     if not lines:
         return '<li class="none">no data</li>'
     return "".join(
-        f"<li>{escape(name)}: {values[-1][1]:.4g} {escape(unit)}</li>" for name, values in lines
+        f"<li>{escape(f'{name}: ' if name else '')}{values[-1][1]:.4g} {escape(unit)}</li>"
+        for name, values in lines
     )
 
 
