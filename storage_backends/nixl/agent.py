@@ -177,6 +177,10 @@ def why_missing() -> str | None:
 
 def import_api() -> Any:
     """``nixl._api``, without what importing it does to logging."""
+    if not any(_RDMA_DEVICES.glob("*")):
+        # Of no use here, and libnl, which it brings, crashes the process when that ends (1.5.1:
+        # "Segmentation fault" in rtnl_tc_unregister, exit status 139).
+        os.environ.setdefault("UCX_MODULES", "^ib")
     raises = logging.raiseExceptions
     try:
         # Of several builds ``nixl`` chooses one, for which it may import torch: seconds.

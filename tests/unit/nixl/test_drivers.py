@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -166,6 +168,28 @@ def test_device_memory_without_cuda() -> None:
     assert device_of(4096, MemoryKind.PINNED) == 0
     with pytest.raises(ConfigError, match="no CUDA driver"):
         device_of(4096, MemoryKind.DEVICE)
+
+
+ENDS: Final = """
+import asyncio
+from cacheflow.storage_backends.nixl import NixlTransport
+
+async def main():
+    transport = await NixlTransport.open()
+    await transport.aclose()
+
+asyncio.run(main())
+print("done")
+"""
+
+
+def test_a_process_that_used_nixl_ends_well() -> None:
+    """Its exit status is 0: nothing that NIXL brings crashes when it is unloaded."""
+    env = {**os.environ, "UCX_TLS": "tcp"}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["done"]), ended.stderr
 
 
 def test_secrets_are_not_shown() -> None:
