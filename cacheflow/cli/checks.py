@@ -199,8 +199,12 @@ def _part(tier: TierSettings, part: StorePart) -> Check:
     name = f"tier {tier.name}: {part.name}"
     if part.is_up:
         return Check(name, Verdict.OK, f"up, bytes travel by {part.transport}")
-    fix = "is the store running, and can both of its ports be reached from here?"
-    return Check(name, Verdict.NOTE, "cannot be reached: its keys are misses", fix)
+    fix = (
+        "is the store running, can both of its ports be reached from here, and is the tier's "
+        "option tls true exactly where the store has a tls_cert?"
+    )
+    found = "cannot be reached: its keys are misses"
+    return Check(name, Verdict.NOTE, f"{found} ({part.reason})" if part.reason else found, fix)
 
 
 def _memory() -> list[Check]:

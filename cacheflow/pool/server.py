@@ -222,6 +222,8 @@ async def _open_targets(
     stack: AsyncExitStack,
 ) -> dict[str, Target]:
     targets: dict[str, Target] = {}
+    if not settings.transports:
+        raise ConfigError("store setting transports: it is empty; name one (tcp works everywhere)")
     for name in settings.transports:
         try:
             kind = cast("TransportKind", await asyncio.to_thread(load_transport, name))

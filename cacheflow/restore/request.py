@@ -133,6 +133,10 @@ class Job:
     loads: set[asyncio.Task[None]] = field(default_factory=set)
     admitted: bool = False
     computing: bool = False
+    lengthening: bool = False
+    """Whether more tokens are about to come: until then it does not end."""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Every cell of the prefix is there, or never will be."""
     restored_at: float | None = None
     origins: Origins = field(default_factory=Origins)
     """Told of what was computed by the compute thread only."""
@@ -187,6 +191,27 @@ class Job:
             return 0
         mine = self.origins.recomputed + sum(self.origins.by_channel.values())
         return max(0, self.spec.prefix_tokens * self.spec.num_layers - mine)
+
+    def result(self, policy: str, grid_id: str, now: float) -> Restoration:
+        """What came of it, at ``now``."""
+        restored = self.restored_at if self.restored_at is not None else now
+        return Restoration(
+            request_id=self.spec.id,
+            policy=policy,
+            prefix_tokens=self.spec.prefix_tokens,
+            suffix_tokens=sum(piece.width for piece in self.spec.suffix),
+            restored_seconds=restored - self.request.arrival,
+            computed_seconds=now - self.request.arrival,
+            recomputed_cells=self.origins.recomputed,
+            loaded_cells=self.origins.by_channel,
+            failed_loads=self.failed,
+            dropped_loads=self.dropped,
+            stored_tokens=self.stored_tokens,
+            segments=tuple(self.provenance(grid_id)),
+            shared_cells=self.shared_cells,
+            loaded_chunks={name: frozenset(each) for name, each in self.loaded_chunks.items()},
+            hidden_chunks=self.hidden_chunks,
+        )
 
     def provenance(self, grid_id: str) -> list[Segment]:
         """How the restored prefix was computed, tile by tile, by what was really put in place.

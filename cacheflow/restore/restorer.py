@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final, Self
 
 from cacheflow.abc import Staged, Together
 from cacheflow.clock import SystemClock
-from cacheflow.errors import ClosedError
+from cacheflow.errors import CapacityError, ClosedError, ConfigError
 from cacheflow.kv import Stamp
 from cacheflow.restore.compute import ComputeDriver
 from cacheflow.restore.loads import LoadDriver
 from cacheflow.restore.meeting import offering, reach
 from cacheflow.restore.prefixes import Prefixes
-from cacheflow.restore.request import Job, Restoration, RestoreRequest
+from cacheflow.restore.request import Job
 from cacheflow.restore.sealing import shard_of
 from cacheflow.restore.stage import StageDriver
 from cacheflow.restore.tasks import to_the_end
@@ -30,12 +30,12 @@ from cacheflow.tiers import locate
 from cacheflow.types import Admitted, LookedUp, RestoreEnded, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from cacheflow.abc import Recomputer, StorageBackend
     from cacheflow.clock import Clock
     from cacheflow.memory import StagingPool
-    from cacheflow.restore.request import BrokeOff
+    from cacheflow.restore.request import BrokeOff, Restoration, RestoreRequest
     from cacheflow.scheduling import BatchScheduler, Policy
     from cacheflow.tiers import Located
     from cacheflow.types import (
@@ -165,7 +165,7 @@ class Restorer:
                 await to_the_end(asyncio.ensure_future(self._settle(job)))
             finally:
                 self._announce(job, policy, outcome)
-        return self._result(job, policy)
+        return job.result(policy.name, self.recomputer.grid_id, self.clock.now())
 
     # -- what the drivers use ------------------------------------------------------------------
 
@@ -203,7 +203,9 @@ class Restorer:
         if job is not None and job.admitted and not job.done.done():
             if job.restored_at is None and self.scheduler.restored(request_id):
                 job.restored_at = self.clock.now()
-            ended = not job.computing and self.scheduler.finished(request_id)
+                job.ready.set()
+            waits = job.computing or job.lengthening
+            ended = not waits and self.scheduler.finished(request_id)
             if ended and (self.stage is None or self.stage.may_end(request_id)):
                 job.done.set_result(None)
 
@@ -233,10 +235,61 @@ class Restorer:
             self.scheduler.raise_priority(request_id, priority)
             self._kick()
 
+    async def lengthen(
+        self, request_id: str, tokens: Sequence[int], extend: Callable[[], Awaitable[None]]
+    ) -> bool:
+        """The prompt of a request that is being restored goes on: ``tokens``, all of them, begin
+        with it. What is new joins its suffix. ``extend`` tells the engine. False, and nothing done,
+        where that cannot be: the request has ended, is restored by several engines together, or
+        there is no room.
+        """
+        job = self._jobs.get(request_id)
+        if job is None or job.done.done() or not self.is_alone:
+            return False
+        job.lengthening = True
+        try:
+            await extend()
+            if job.done.done():
+                return False
+            # What was looked up is what the shorter prompt could have restored.
+            keys = job.request.keys[: job.spec.prefix_tokens // job.spec.chunk_tokens]
+            job.request = replace(job.request, tokens=tokens, keys=keys)
+            # Before that it is laid out on admission, with what was looked up.
+            if job.admitted:
+                job.spec = self.scheduler.lengthen(request_id, len(tokens), self.recomputer.grid)
+            return True
+        except (CapacityError, ConfigError, ClosedError):
+            return False
+        finally:
+            job.lengthening = False
+            self.changed(request_id)
+
+    def restoring(self, request_id: str) -> tuple[Sequence[ChunkKey], int]:
+        """The keys of a prompt that is being restored, and how many of its leading tokens are;
+        while tiers are asked what they have, how many may be."""
+        job = self._jobs.get(request_id)
+        if job is None or job.done.done():
+            return (), 0
+        return job.request.keys, job.spec.prefix_tokens
+
+    async def restored(self, request_id: str) -> Sequence[Segment] | None:
+        """Wait until the prefix of a request is restored, though its suffix may not be computed;
+        how it was. None if it broke off."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return None
+        await job.ready.wait()
+        return None if job.restored_at is None else job.provenance(self.recomputer.grid_id)
+
     def emit(self, event: Event) -> None:
         """Tell the observer; its failures are logged and never reach a request."""
         if self._observer is not None:
             tell(self._observer, event)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other engine has a part in what is restored here."""
+        return self.stage is None and self._peers is None
 
     # -- what is worth a gauge (see cacheflow.metrics.Live) -------------------------------------
 
@@ -317,7 +370,7 @@ class Restorer:
     def _admit(self, job: Job, policy: Policy, stored: int | None) -> None:
         # Without an await up to here from where the holder was found: it must not go meanwhile.
         # Stages and ranks do not share: whether another one still has the request is not known.
-        shares = policy.shares and self.stage is None and self._peers is None
+        shares = policy.shares and self.is_alone
         holder, tiles = self._share(job) if shares else (None, ())
         if stored is not None:
             # What is stored nowhere is suffix: its last tile is then computed in one piece.
@@ -422,28 +475,8 @@ class Restorer:
                 self.stage.forget(job)
             if not job.done.cancelled() and job.done.done():
                 job.done.exception()  # whoever was cancelled meanwhile does not ask for it
+            job.ready.set()
             job.settled.set()
-
-    def _result(self, job: Job, policy: Policy) -> Restoration:
-        arrival = job.request.arrival
-        restored = job.restored_at if job.restored_at is not None else self.clock.now()
-        return Restoration(
-            request_id=job.spec.id,
-            policy=policy.name,
-            prefix_tokens=job.spec.prefix_tokens,
-            suffix_tokens=sum(piece.width for piece in job.spec.suffix),
-            restored_seconds=restored - arrival,
-            computed_seconds=self.clock.now() - arrival,
-            recomputed_cells=job.origins.recomputed,
-            loaded_cells=job.origins.by_channel,
-            failed_loads=job.failed,
-            dropped_loads=job.dropped,
-            stored_tokens=job.stored_tokens,
-            segments=tuple(job.provenance(self.recomputer.grid_id)),
-            shared_cells=job.shared_cells,
-            loaded_chunks={name: frozenset(each) for name, each in job.loaded_chunks.items()},
-            hidden_chunks=job.hidden_chunks,
-        )
 
     def _announce(self, job: Job, policy: Policy, outcome: str) -> None:
         now = self.clock.now()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cacheflow.scheduling.loading import Reach
     from cacheflow.scheduling.policies import Policy
     from cacheflow.scheduling.queue import Rank
-    from cacheflow.types import ComputeDone, Coverage, RequestSpec, TileWork
+    from cacheflow.types import ComputeDone, Coverage, RequestSpec, TileGrid, TileWork
 
 __all__ = ["BatchScheduler"]
 
@@ -107,6 +107,22 @@ class BatchScheduler(Ranking):
                 frontier.spec = replace(frontier.spec, priority=priority)
                 self._lead_if_more_urgent(frontier, now)
                 self._changed(frontier, now)
+
+    def lengthen(self, request_id: str, total_tokens: int, grid: TileGrid) -> RequestSpec:
+        """The prompt of an admitted request goes on, to ``total_tokens`` in all. What is new is
+        suffix, in one piece with what of the suffix has not been begun.
+
+        Raises:
+            KeyError: there is no such request.
+            ValueError: it gets what it begins with from elsewhere: stages agree on their pieces.
+        """
+        frontier = self._requests[request_id]
+        if frontier.spec.fed:
+            raise ValueError(f"request {request_id!r} is fed: its prompt cannot be lengthened")
+        with self._gate:
+            frontier.lengthen(total_tokens, grid)
+            self._changed(frontier, self._clock.now())
+        return frontier.spec
 
     def cancel(self, request_id: str) -> None:
         """Claim nothing more for the request; claims in progress end on their own."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cacheflow.scheduling.outlook import Outlook
     from cacheflow.scheduling.policies import Policy
-    from cacheflow.types import Coverage, Load, RequestSpec, Tile
+    from cacheflow.types import Coverage, Load, RequestSpec, Tile, TileGrid
 
 __all__ = ["Feeding", "Reach"]
 
@@ -130,6 +130,10 @@ class Feeding(Expectations):
         feed = self._feeds[load.tile]
         feed.flying.difference_update(load.chunks)
         feed.sources.get(load.channel, set()).difference_update(chunks)
+
+    def lengthen(self, total_tokens: int, grid: TileGrid) -> None:
+        super().lengthen(total_tokens, grid)
+        self.suffix_fed = [not self.spec.fed] * len(self.spec.suffix)
 
     def feed(self, start: int) -> None:
         """The stage before has delivered the tile, or suffix piece, that begins at ``start``."""

@@ -88,13 +88,12 @@ class Frontier(Loading):
         return answer
 
     def _claim_suffix(self, work: TileWork, layer: int) -> Claim:
-        if self._advance_front(layer) < len(self.tiles):
+        # It is another piece now if the prompt was lengthened since it was handed out.
+        i = next((i for i, p in enumerate(self.spec.suffix) if p == work.tile), None)
+        if i is None or self._advance_front(layer) < len(self.tiles):
             return Claim.REFUSED
-        i = work.tile.index - self.spec.suffix[0].index
         self.suffix_low[i] = layer + 1
-        self._add_work(self.todo, -1, self._suffix_work[i])
-        if not self._left:
-            self._outlook.all_suffixes.add(-1, self._suffix_work[i])
+        self._count_suffix(-1, self._suffix_work[i])
         return Claim.WRITE
 
     def _waits(self, t: int, layer: int) -> bool:

@@ -10,6 +10,7 @@ it counts in what is left of them, but not in what is left of all requests toget
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from cacheflow.scheduling.outlook import Work
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from cacheflow.scheduling.outlook import Outlook
     from cacheflow.scheduling.policies import Policy
     from cacheflow.scheduling.queue import Rank
-    from cacheflow.types import Coverage, Load, RequestSpec
+    from cacheflow.types import Coverage, Load, RequestSpec, TileGrid
 
 __all__ = ["NOTHING", "Ledger"]
 
@@ -109,9 +110,30 @@ class Ledger:
         for t in range(len(self.tiles)):
             self._recount(t)
         for work_of_piece in self._suffix_work:
-            self._add_work(self.todo, spec.num_layers, work_of_piece)
-            self._outlook.all_suffixes.add(spec.num_layers, work_of_piece)
+            self._count_suffix(spec.num_layers, work_of_piece)
         self._outlook.requests += 1
+
+    def lengthen(self, total_tokens: int, grid: TileGrid) -> None:
+        """The prompt goes on, to ``total_tokens`` in all: what of the suffix nobody has begun is
+        laid out anew, together with what came."""
+        begun = sum(low > 0 for low in self.suffix_low)
+        for work in self._suffix_work[begun:]:
+            self._count_suffix(-self.spec.num_layers, work)
+        first = self.spec.suffix[begun].start if begun < len(self.suffix_low) else None
+        pieces = grid.split(self.spec.total_tokens if first is None else first, total_tokens)
+        suffix = (*self.spec.suffix[:begun], *pieces)
+        self.spec = replace(self.spec, total_tokens=total_tokens, suffix=suffix)
+        added = [self._outlook.compute.work(piece) for piece in pieces]
+        self._suffix_work[begun:] = added
+        self.suffix_low[begun:] = [0] * len(pieces)
+        for work in added:
+            self._count_suffix(self.spec.num_layers, work)
+
+    def _count_suffix(self, layers: int, work: tuple[float, float]) -> None:
+        """So many layers more of a piece of the suffix are to be done."""
+        self._add_work(self.todo, layers, work)
+        if not self._left:
+            self._outlook.all_suffixes.add(layers, work)
 
     def _refresh(self, t: int) -> None:
         state = self.tiles[t]

@@ -16,7 +16,7 @@ from cacheflow.errors import BackendError, CapacityError, ConfigError, Integrity
 from cacheflow.kv import model_id, restamp, verify
 from cacheflow.memory import buffer_from
 from cacheflow.restore.tasks import to_the_end
-from cacheflow.tiers.archive import read_archive, write_archive
+from cacheflow.tiers.archive import open_regular, read_archive, write_archive
 from cacheflow.types import TransferStatus, Write
 
 if TYPE_CHECKING:
@@ -164,10 +164,14 @@ async def _store(
 def _write(path: Path, text: Mapping[str, object]) -> None:
     try:
         path.mkdir(mode=0o700, parents=True)
+    except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
+        raise ConfigError(f"export to {str(path)!r}: {error}") from error
+    try:
         file = path / _TOKENS
         file.touch(mode=0o600)
         file.write_text(json.dumps(text), encoding="utf-8")
-    except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
+    except OSError as error:
+        _remove(path)
         raise ConfigError(f"export to {str(path)!r}: {error}") from error
 
 
@@ -180,7 +184,7 @@ def _remove(path: Path) -> None:
 
 def _read(path: Path, model: str) -> Contents:
     try:
-        with (path / _TOKENS).open("rb") as file:
+        with open(path / _TOKENS, "rb", opener=open_regular) as file:
             data = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(f"import from {str(path)!r}: {error}") from error

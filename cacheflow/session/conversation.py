@@ -57,6 +57,8 @@ class Conversation:
         self._asking = 0
         """Who is at it or waits to be."""
         self._prefetch: Prefetch | None = None
+        self._joined: Turn | None = None
+        """A prefetch that a waiting turn has lengthened to its own prompt."""
         self._closed = False
 
     @property
@@ -83,6 +85,11 @@ class Conversation:
     def wanted(self) -> tuple[float, float, float]:
         """How much its KV is wanted in memory: the least is forgotten first when room is short."""
         return (*self._advice.standing(self._flow.clock.now()), self.used_at)
+
+    @property
+    def resident(self) -> Resident:
+        """What of it is in memory, for its flow."""
+        return self._kv
 
     @property
     def requests(self) -> list[str]:
@@ -141,18 +148,14 @@ class Conversation:
         ask = Ask(tokens, arrival, policy, rank, None if due is None else arrival + due, sampling)
         self._overtake(ask)
         async with self._alone():
-            turn = self._begin(ask, report)
+            before, turn = self._begin(ask, report)
             try:
-                await turn.restore()
+                await turn.restore(before)
                 self._history = list(tokens)
                 token = await turn.first()
                 while True:
                     self._history.append(token)
-                    report.usage.completion_tokens += 1
-                    if token in stops | ends:
-                        report.finish_reason = "stop"
-                    elif report.usage.completion_tokens == new:
-                        report.finish_reason = "length"
+                    report.made(token, stops | ends, new)
                     yield token
                     if report.finish_reason is not None:
                         break
@@ -197,12 +200,12 @@ class Conversation:
         self._overtake(ask)
         async with self._alone():
             if agreeing(self._kv.tokens, tokens) < len(tokens):
-                turn = self._begin(ask, report)
-                self._prefetch = Prefetch(turn, tokens)
+                _, turn = self._begin(ask, report)
+                prefetch = self._prefetch = Prefetch(turn, tokens)
                 try:
-                    await self._prefetch.run()
+                    await prefetch.run()
                 finally:
-                    self._prefetch = None
+                    self._prefetch, self._joined = None, prefetch.joined
                     self._after(turn)
 
     @asynccontextmanager
@@ -221,9 +224,12 @@ class Conversation:
         if self._prefetch is not None:
             self._prefetch.overtaken(ask.tokens, ask.priority)
 
-    def _begin(self, ask: Ask, report: Generation) -> Turn:
+    def _begin(self, ask: Ask, report: Generation) -> tuple[Turn | None, Turn]:
+        """A new turn, and the one before it if that was a prefetch it has joined."""
         self._check_open()  # it was waited for
-        return Turn(self._flow, self._kv, self._tenant, ask, report)
+        known = agreeing(self._history, ask.tokens)
+        before, self._joined = self._joined, None
+        return before, Turn(self._flow, self._kv, self._tenant, ask, report, known)
 
     def _after(self, turn: Turn) -> None:
         """A turn is over, well or not."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.costs import ComputeModel
     from cacheflow.session.opening import Parts
+    from cacheflow.session.resident import Resident
     from cacheflow.types import ChunkKey, Observer
 
 __all__ = ["TOKENS_IN_ONE_GO", "CacheFlow"]
@@ -211,6 +212,11 @@ class CacheFlow:
             _, turns = self._turns.popitem(last=False)
             self._most_turns = max(self._most_turns, turns)  # where names begin from now on
         return f"{name}/{number}"
+
+    @property
+    def residents(self) -> list[Resident]:
+        """What sessions hold in KV memory."""
+        return [session.resident for session in self._resident]
 
     def changed(self, session: Session) -> None:
         """The session holds KV memory now, or holds none any more."""

@@ -52,7 +52,7 @@ async def read_prompt(
     """
     if not _length(prompt):
         raise ConfigError("the prompt is empty: give at least one token")
-    if not isinstance(prompt[0], Mapping):
+    if not isinstance(_first(prompt), Mapping):
         if tools:
             raise ConfigError("tools go with messages: a prompt of tokens has its tools in it")
         return _as_it_is_now(cast("Sequence[int]", prompt)), frozenset()
@@ -103,9 +103,12 @@ def seconds(name: str, value: float | None) -> float | None:
 def stop_set(tokens: Collection[int]) -> frozenset[int]:
     """Stop tokens as a set; ConfigError if they are no tokens."""
     try:
-        return frozenset(map(operator.index, tokens))
+        stops = frozenset(map(operator.index, tokens))
     except TypeError:
-        raise ConfigError(f"stop_tokens must be token ids, got {tokens!r}") from None
+        stops = frozenset((-1,))
+    if stops and min(stops) < 0:
+        raise ConfigError(f"stop_tokens must be token ids, got {tokens!r}")
+    return stops
 
 
 def agreeing(one: Sequence[int], other: Sequence[int]) -> int:
@@ -141,7 +144,21 @@ def _length(prompt: Prompt) -> int:
             return len(prompt)
     except TypeError:
         pass
-    raise ConfigError(f"the prompt is {type(prompt).__name__}: give token ids, or messages")
+    raise _no_prompt(prompt)
+
+
+def _first(prompt: Prompt) -> object:
+    """What it begins with. A set, or a mapping (one message alone, say), has no order."""
+    if isinstance(prompt, Mapping):
+        raise ConfigError("the prompt is one message: give a list of messages")
+    try:
+        return prompt[0]
+    except (TypeError, LookupError):
+        raise _no_prompt(prompt) from None
+
+
+def _no_prompt(prompt: object) -> ConfigError:
+    return ConfigError(f"the prompt is {type(prompt).__name__}: give token ids, or messages")
 
 
 def _as_it_is_now(prompt: Sequence[int]) -> Sequence[int]:

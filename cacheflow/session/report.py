@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from cacheflow.restore import Restoration
     from cacheflow.restore.saver import Saved
 
@@ -61,6 +63,14 @@ class Generation:
     saved: dict[str, Saved] | None = None
     """By tier; counted on behind the request until nothing is ``pending``: see
     :meth:`CacheFlow.flush`."""
+
+    def made(self, token: int, stops: Collection[int], most: int) -> None:
+        """One token more, of ``most``."""
+        self.usage.completion_tokens += 1
+        if token in stops:
+            self.finish_reason = "stop"
+        elif self.usage.completion_tokens == most:
+            self.finish_reason = "length"
 
     @property
     def cached_tokens(self) -> int:

@@ -48,6 +48,8 @@ class Resident:
         """How many of the rest a restore that was cancelled has restored."""
         self._is_part = False
         """Whether what is here was left by one: what follows may be stored, too."""
+        self.copied = 0
+        """How many leading tokens are what is stored, restored here or copied from who did."""
         self._former: str | None = None
         """The request before this one, whose :attr:`tokens` are: until its tiles are shared."""
 
@@ -111,6 +113,7 @@ class Resident:
         await self.with_room(lambda: self._flow.engine.truncate(request, tokens))
         self._check(request)
         self.tokens = self.tokens[:tokens]
+        self.copied = min(self.copied, tokens)
         self.keys = self.keys[: tokens // self._flow.engine.layout.chunk_tokens]
         self._offer()
 
@@ -139,9 +142,14 @@ class Resident:
             await self._flow.engine.close(request)
         self._check(request)
 
-    async def restored(self, asked: RestoreRequest) -> None:
-        """The prompt that was taken is complete."""
+    def lengthened(self, tokens: Sequence[int], keys: Sequence[ChunkKey]) -> None:
+        """The request has ``tokens`` behind it as well now; ``keys``: of all its whole chunks."""
+        self._rest, self._rest_keys = [*self._rest, *tokens], keys
+
+    async def restored(self, asked: RestoreRequest, prefix: int = 0) -> None:
+        """The prompt that was taken is complete; so many leading tokens of it are restored."""
         self._check(asked.id)
+        self.copied = max(prefix, min(self.copied, asked.resident))
         self.tokens, self.keys, self._rest = list(asked.tokens), asked.keys, ()
         self._is_part = False
         former, self._former = self._former, None
@@ -199,7 +207,7 @@ class Resident:
         requests = self.requests
         self.request = self._former = None
         self.tokens, self.keys, self._rest = [], (), ()
-        self._salvaged, self._is_part = 0, False
+        self._salvaged, self.copied, self._is_part = 0, 0, False
         if requests:
             with self._flow.room.giving_back():
                 self._flow.changed(self._owner)
@@ -207,7 +215,13 @@ class Resident:
 
     async def adopt(self, source: Resident) -> None:
         """Hold what ``source`` holds as well, sharing its whole pages."""
-        request, count = source.opened(), len(source.tokens)
+        await self.copy(source, source.tokens[:], source.keys)
+        self._is_part, self.copied = source._is_part, source.copied
+
+    async def copy(self, source: Resident, tokens: Sequence[int], keys: Sequence[ChunkKey]) -> None:
+        """Hold ``tokens``, whole chunks of which are ``keys``: those that ``source`` begins with,
+        and whose KV is complete there."""
+        request, count = source.opened(), len(tokens)
         self.request = mine = self._flow.new_request(self._owner.id)
         try:
             await self.with_room(lambda: self._flow.engine.fork(request, mine, count))
@@ -217,8 +231,8 @@ class Resident:
         if self.request != mine:
             await self._flow.engine.close(mine)
         self._check(mine)
-        self.tokens, self.keys = source.tokens[:count], source.keys
-        self._is_part = source._is_part
+        self.tokens, self.keys = list(tokens), keys
+        self.copied = count
         self._flow.changed(self._owner)
         self._offer()
 

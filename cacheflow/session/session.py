@@ -58,6 +58,7 @@ class Session(Conversation):
             self._check_open()
             if to > len(self._history):
                 raise ConfigError(f"{self._kv.name} has {len(self._history)} tokens, not {to}")
+            self._joined = None
             kept = min(to, agreeing(self._kv.tokens, self._history))
             await self._kv.cut(kept, FORGET_SECONDS)
             self._history = self._history[:to]

@@ -17,6 +17,8 @@ from cacheflow.restore import RestoreRequest
 from cacheflow.restore.answered import first_token
 from cacheflow.restore.tasks import to_the_end
 from cacheflow.scheduling import load_policy
+from cacheflow.session.beside import copy_beside
+from cacheflow.session.prompts import agreeing
 from cacheflow.tiers.promotion import promotions
 from cacheflow.types import Span
 
@@ -48,10 +50,17 @@ class Ask:
 
 
 class Turn:
-    """``ask`` of a tenant's session whose KV is ``kv``; what comes of it is told to ``report``."""
+    """``ask`` of a tenant's session whose KV is ``kv``; what comes of it is told to ``report``.
+    ``known``: how many leading tokens the session had before, so that they may be stored."""
 
     def __init__(
-        self, flow: CacheFlow, kv: Resident, tenant: Tenant, ask: Ask, report: Generation
+        self,
+        flow: CacheFlow,
+        kv: Resident,
+        tenant: Tenant,
+        ask: Ask,
+        report: Generation,
+        known: int = 0,
     ) -> None:
         self.restored = False
         """Whether the whole prompt is in memory."""
@@ -60,24 +69,60 @@ class Turn:
         self._tenant = tenant
         self._ask = ask
         self._report = report
+        self._known = known
+        self._opened = asyncio.Event()
+        """It is known what is restored, which may be added to from then on."""
         self._policy = load_policy(ask.policy or flow.settings.policy)
         self._request: str | None = None
         self._asked: RestoreRequest | None = None
+        """What is restored, or was last."""
         report.usage.prompt_tokens = len(ask.tokens)
 
-    async def restore(self) -> None:
-        """Have the whole prompt in the engine."""
-        self._asked, self._report.restoration = await self._fetch(self._ask.tokens)
+    async def restore(self, before: Turn | None = None) -> None:
+        """Have the whole prompt in the engine. ``before``: a turn whose restore this one has
+        lengthened, nothing having been done since then."""
+        if before is not None and before.has(self._ask.tokens):
+            self._request, self._asked = before._request, before._asked
+            self._report.restoration = before._report.restoration
+        else:
+            self._report.restoration = await self._fetch(self._ask.tokens)
+        assert self._asked is not None, "it is known what was restored"
+        assert self._report.restoration is not None, "it is known how"
         layers = self._flow.engine.layout.num_layers
         self._report.usage.restored(self._asked.resident, self._report.restoration, layers)
         self.restored = True
 
-    async def _fetch(self, tokens: Sequence[int]) -> tuple[RestoreRequest, Restoration]:
+    def has(self, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens``, and nothing else, are in memory as this turn restored them."""
+        kept = self.restored and self._request is not None and self._kv.request == self._request
+        return kept and len(self._kv.tokens) == len(tokens) == agreeing(self._kv.tokens, tokens)
+
+    async def lengthen(self, tokens: Sequence[int]) -> bool:
+        """While it is being restored: go on to the end of ``tokens``, which begin with the prompt.
+        False, and nothing done, where that cannot be."""
+        await self._opened.wait()
+        flow, asked = self._flow, self._asked
+        assert asked is not None, "it is open"
+        keys = await flow.keys_in_pieces(self._tenant.root, tokens, asked.keys)
+        more = list(tokens[len(asked.tokens) :])
+
+        async def extend() -> None:
+            await flow.engine.extend(asked.id, more)
+
+        if not await flow.restorer.lengthen(asked.id, tokens, extend):
+            return False
+        self._asked = replace(asked, tokens=tokens, keys=keys)
+        self._kv.lengthened(more, keys)
+        return True
+
+    async def _fetch(self, tokens: Sequence[int]) -> Restoration:
         flow, kv, ask = self._flow, self._kv, self._ask
         keys = await flow.keys_in_pieces(self._tenant.root, tokens, kv.known_keys(tokens))
+        if self._policy.shares and kv.request is None:
+            await copy_beside(flow, kv, keys, tokens, self._known, ask.priority)
         resident = await kv.take(tokens, keys)
         self._request = kv.opened()
-        request = RestoreRequest(
+        self._asked = request = RestoreRequest(
             self._request,
             tokens,
             keys,
@@ -87,12 +132,13 @@ class Turn:
             ask.deadline,
             self._tenant.stamp,
         )
+        self._opened.set()
         restoration = await flow.restorer.run(request, self._policy, kv.salvage)
         if restoration.prefix_tokens:
             span = Span(0, restoration.prefix_tokens)
             flow.engine.set_segments(request.id, span, restoration.segments)
-        await kv.restored(request)
-        return request, restoration
+        await kv.restored(self._asked, restoration.prefix_tokens)
+        return restoration
 
     def hurry(self, priority: int) -> None:
         """Somebody more urgent waits for the restore."""
@@ -147,8 +193,8 @@ class Turn:
         await self.save()
         await self._kv.drop()
         self._request = None
-        asked, _ = await self._fetch(tokens)
-        return await self._first(asked.id)
+        await self._fetch(tokens)
+        return await self._first(self._current())
 
     async def save(self) -> None:
         """Have the whole chunks of what is in memory stored, behind the session."""

@@ -92,6 +92,9 @@ class ServingEngine(FakeEngine):
     async def fork(self, source_id: str, request_id: str, tokens: int) -> None:
         source = self._get(source_id)
         assert not self.wrong_cells(source_id, tokens), "forks KV that is not complete"
+        while (running := self._ended.get(source_id)) is not None:
+            await running.wait()  # its last page may be written to meanwhile
+            source = self._get(source_id)
         await super().open(request_id, source[:tokens])
         pages = self._pages[source_id]
         whole = [i for i in pages if self.grid.tile(i).stop <= tokens]

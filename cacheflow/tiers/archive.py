@@ -13,7 +13,9 @@ contract; the file is read and written with aiofiles, an object at a time.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import stat
 import struct
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +45,7 @@ __all__ = [
     "Imported",
     "export_objects",
     "import_objects",
+    "open_regular",
     "read_archive",
     "write_archive",
 ]
@@ -215,15 +218,16 @@ async def read_archive(archive: Path) -> AsyncGenerator[Archived, None]:
     """The objects of ``archive`` one by one, each to be read before the next one is asked for.
 
     Raises:
-        ConfigError: ``archive`` cannot be read.
+        ConfigError: ``archive`` cannot be read, or is no regular file.
         IntegrityError: it is no archive, or one that was cut short.
     """
     _check(archive)
     try:
-        left = (await aiofiles.os.stat(archive)).st_size
-        async with aiofiles.open(archive, "rb") as file, aclosing(_entries(file, left)) as entries:
-            async for name, size in entries:
-                yield Archived(file, name, size)
+        async with aiofiles.open(archive, "rb", opener=open_regular) as file:
+            left = await asyncio.to_thread(_size_of, file.fileno())
+            async with aclosing(_entries(file, left)) as entries:
+                async for name, size in entries:
+                    yield Archived(file, name, size)
     except OSError as error:
         raise ConfigError(f"import from {archive}: {error.strerror}") from error
 
@@ -280,6 +284,24 @@ async def _has_as_good(backend: StorageBackend, info: ChunkInfo) -> bool:
     [there] = await backend.lookup([info.key.chunk])
     ours = (info.canonical, not info.lossy)
     return any(old.key == info.key and (old.canonical, not old.lossy) >= ours for old in there)
+
+
+def open_regular(path: str, flags: int) -> int:
+    """An ``opener`` for :func:`open`. A pipe without a writer would block whoever opens it, and
+    with him the end of the process; a device may have no end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    file = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return file
+
+
+def _size_of(file: int) -> int:
+    return os.fstat(file).st_size
 
 
 def _private(path: str, flags: int) -> int:

@@ -173,6 +173,8 @@ class StorePart:
     """Copies that it had lost and was given again by this client."""
     not_repaired: int = 0
     """Those that it could not be given."""
+    reason: str = ""
+    """Why it is not up, as far as that is known."""
 
 
 @dataclass(frozen=True, slots=True)

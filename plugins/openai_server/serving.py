@@ -17,6 +17,7 @@ import uvicorn
 from cacheflow.errors import ConfigError
 from cacheflow.metrics import PrometheusObserver, watch
 from cacheflow.plugins.openai_server.app import create_app
+from cacheflow.plugins.openai_server.connections import connections
 from cacheflow.plugins.openai_server.metrics import ServerSeries
 from cacheflow.plugins.openai_server.service import Service
 from cacheflow.plugins.openai_server.settings import ServerSettings
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from cacheflow.abc import Engine
 
-__all__ = ["opened_service", "serve"]
+__all__ = ["opened_service", "serve", "server_of"]
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_SECONDS: Final = 2
@@ -110,17 +111,7 @@ class _Server(uvicorn.Server):
 
 
 async def _listen(service: Service) -> None:
-    settings = service.settings
-    config = uvicorn.Config(
-        create_app(service),
-        host=settings.host,
-        port=settings.port,
-        log_level=settings.log_level,
-        access_log=settings.log_level == "debug",
-        timeout_graceful_shutdown=_CLOSE_SECONDS,
-        lifespan="off",
-    )
-    server = _Server(config)
+    settings, server = service.settings, server_of(service)
     stop = asyncio.Event()
     with _on_signals(stop, server):
         draining = asyncio.create_task(_drain(service, server, stop))
@@ -134,6 +125,22 @@ async def _listen(service: Service) -> None:
         finally:
             draining.cancel()
             await asyncio.wait([draining])
+
+
+def server_of(service: Service) -> uvicorn.Server:
+    """What listens for ``service``, not started; signals are its caller's."""
+    settings = service.settings
+    config = uvicorn.Config(
+        create_app(service),
+        http=connections(settings, service.series),
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level,
+        access_log=settings.log_level == "debug",
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        lifespan="off",
+    )
+    return _Server(config)
 
 
 async def _drain(service: Service, server: uvicorn.Server, stop: asyncio.Event) -> None:

@@ -50,6 +50,11 @@ class ServerSettings(BaseSettings):
     user_is_tenant: bool = False
     """Whether requests of different ``user`` never share stored KV. Their sessions never do."""
     max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), ge=1 << 10)
+    max_connections: int = Field(default=512, ge=1)
+    """Sockets that are open at once. One more takes the place of the oldest one without a request;
+    if all have one, it is answered 503."""
+    header_seconds: float = Field(default=10.0, gt=0)
+    """A connection that has not brought the head of a request by then is closed."""
     max_running: int = Field(default=16, ge=1)
     """Requests in the engine at once; others wait for their turn."""
     max_waiting: int = Field(default=64, ge=0)

@@ -109,7 +109,7 @@ class PoolBackend(StorageBackend):
         return backend
 
     def parts(self) -> Sequence[StorePart]:
-        """Each store, whether it is up, and its transport."""
+        """Each store, whether it is up and why not, and its transport."""
         return [
             StorePart(
                 peer.name,
@@ -117,6 +117,7 @@ class PoolBackend(StorageBackend):
                 peer.hello.transport if peer.hello else "",
                 repaired=self.repair.copied[peer.name],
                 not_repaired=self.repair.dropped[peer.name],
+                reason=peer.reason,
             )
             for peer in self.members.peers.values()
         ]
@@ -285,6 +286,8 @@ class PoolBackend(StorageBackend):
 
 
 async def _open_transports(names: Sequence[str], tls: SSLContext | None) -> dict[str, Transport]:
+    if not names:
+        raise ConfigError("storage backend 'pool', option 'transports': it is empty; name one")
     transports: dict[str, Transport] = {}
     problems = []
     for name in names:

@@ -76,6 +76,8 @@ class Peer:
         """What the store said of itself last."""
         self.refused: Refused | None = None
         """Why it does not take us."""
+        self.reason = ""
+        """Why it could not be reached when that was last tried."""
         self.link: Link | None = None
         self.tried = asyncio.Event()
         """Set once it has been tried to connect."""
@@ -240,7 +242,7 @@ class Peer:
             self._no_way(answer.transport, delivered=False)
             raise
         self._has_delivered = False
-        self.hello, self.refused = answer, None
+        self.hello, self.refused, self.reason = answer, None, ""
         self._doubted.clear()
         self._is_link_bad = False
         self._become(PeerState.UP)
@@ -254,7 +256,7 @@ class Peer:
     def _not_connected(self, error: Exception) -> None:
         is_news = not self.tried.is_set() or self.state is not PeerState.DOWN
         self.refused = error if isinstance(error, Refused) else None
-        reason = str(error) or type(error).__name__
+        self.reason = reason = str(error) or type(error).__name__
         _log.log(
             logging.WARNING if is_news else logging.DEBUG,
             "store %s: cannot be reached: %s",

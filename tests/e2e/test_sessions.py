@@ -108,6 +108,49 @@ async def test_eight_branches_restore_their_prefix_once(model_folder: Path) -> N
                 await branch.close()
 
 
+async def test_branches_copy_the_tile_in_which_they_part(model_folder: Path) -> None:
+    """One of eight that were forgotten restores it, and all say what a cold run says."""
+    prompt, endings = text(490), [text(9, i) for i in range(8)]
+    async with opened(model_folder) as (flow, engine):
+        cold = []
+        for ending in endings:
+            alone = flow.session("alone")
+            cold.append((await ask(alone, prompt + ending, policy="recompute", save=False))[0])
+            await alone.forget()
+        root = flow.session("root")
+        await root.prefetch(prompt)
+        await flow.flush()
+        await root.forget()
+        branches = [await root.fork() for _ in endings]
+        asked = [ask(b, prompt + e, save=False) for b, e in zip(branches, endings, strict=True)]
+        results = await asyncio.gather(*asked)
+        assert [tokens for tokens, _ in results] == cold
+        done = [r.restoration for _, r in results if r.restoration is not None]
+        cells = sum(d.recomputed_cells + sum(d.loaded_cells.values()) for d in done)
+        # The last chunk of the one's own, in the same tile, belongs to its restore.
+        assert cells == 499 // 16 * 16 * engine.layout.num_layers
+
+
+async def test_a_turn_that_joins_a_prefetch_says_the_same(model_folder: Path) -> None:
+    """Its new message is computed under the last loads of what the prefetch restores."""
+    async with opened(model_folder) as (flow, _):
+        session, prompt = flow.session("s"), text(400)
+        first, _ = await ask(session, prompt)
+        history = [*prompt, *first, *text(20, 1)]
+        expected, _ = await ask(session, history)
+        await flow.flush()
+        await session.truncate(len(prompt) + len(first))
+        await session.forget()
+        prefetch = asyncio.create_task(session.prefetch())
+        await asyncio.sleep(0)
+        joined, report = await ask(session, history)
+        await prefetch
+        assert joined == expected
+        assert report.restoration is not None
+        assert report.restoration.prefix_tokens == report.cached_tokens == 400
+        assert report.restoration.suffix_tokens == len(history) - 400
+
+
 async def test_a_prefetched_turn_computes_what_a_resident_one_does(model_folder: Path) -> None:
     """After a prefetch the turn restores nothing and computes the new message alone."""
     async with opened(model_folder) as (flow, _):

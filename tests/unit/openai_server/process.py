@@ -53,7 +53,7 @@ def served(model: Path, folder: Path, **settings: str) -> Iterator[Served]:
             assert process.poll() is None, log.read_text()
             return address.search(log.read_text()) is not None
 
-        until_true(listens)
+        until_true(listens, 240)  # it imports torch: minutes on a machine with much to do
         found = address.search(log.read_text())
         assert found is not None
         yield Served(found[1], process, log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 from tests.unit.openai_server.conftest import MODEL, client_of, until
@@ -96,3 +97,33 @@ async def test_no_more_bodies_are_in_memory_than_can_wait(serving: Serving) -> N
         go_on.set()
         statuses = sorted([(await post).status_code for post in posts])
     assert statuses == [400] * 33 + [429] * 7
+
+
+async def test_tool_schemas_of_any_size_and_depth(serving: Serving) -> None:
+    """Far too many tools, or schemas nested deeper than any parser likes: answered, or refused as
+    the client's fault; and meanwhile, and afterwards, others are served."""
+
+    def tool(name: str, parameters: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    def nested(depth: int) -> str:
+        return '{"properties": {"x": ' * depth + "{}" + "}}" * depth
+
+    wide = {"properties": {f"p{i}": {"type": "string", "enum": ["x"] * 9} for i in range(300)}}
+    hello = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+    bodies = [json.dumps({**hello, "tools": [tool(f"t{i}", {}) for i in range(2000)]})]
+    bodies += [json.dumps({**hello, "tools": [tool("t", wide)]})]
+    for depth in (40, 100, 200, 480, 1000, 5000):
+        text = json.dumps({**hello, "tools": [tool("t", "HERE")]})
+        bodies.append(text.replace('"HERE"', nested(depth)))
+    async with serving() as service, client_of(service) as client:
+        for body in bodies:
+            post = asyncio.create_task(
+                client.post("/chat/completions", content=body.encode(), timeout=100)
+            )
+            health = await client.get("http://server/health")
+            assert health.status_code == 200
+            answer = await post
+            assert answer.status_code in (200, 400, 413), (body[:200], answer.text[:500])
+        good = await client.post("/completions", json={"model": MODEL, "prompt": "the cat"})
+        assert good.status_code == 200

@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import httpx2
+import pytest
 
+from cacheflow.kv import parse_name
 from tests.unit.openai_server.conftest import MODEL, client_of, service_over
 from tests.unit.openai_server.process import served, until_true
 
@@ -60,3 +62,46 @@ def test_a_server_drains_and_the_next_one_has_its_kv(chat_model: Path, tmp_path:
     details = asyncio.run(asked_again())["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] >= 256
     assert details["resident_tokens"] == 0
+
+
+def is_object(name: str) -> bool:
+    """Whether a store's file of that name is a whole object."""
+    try:
+        parse_name(name)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(400)
+def test_a_server_killed_in_the_middle_of_an_answer(chat_model: Path, tmp_path: Path) -> None:
+    """SIGKILL while a stream is under way: the client's stream breaks off, and the next server over
+    the same folder has what was stored by then, and says the same as one that has nothing."""
+
+    def objects() -> list[Path]:
+        return [path for path in (tmp_path / "kv").rglob("*") if is_object(path.name)]
+
+    body = {**BODY, "max_tokens": 300, "stream": True}
+    with served(chat_model, tmp_path) as server, httpx2.Client(timeout=120) as client:
+        url = f"{server.url}/v1/chat/completions"
+        assert client.post(url, json=BODY).status_code == 200
+        until_true(objects)
+        with client.stream("POST", url, json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.kill()
+            with pytest.raises(httpx2.TransportError):
+                list(lines)
+
+    async def asked(folder: Path) -> tuple[str, int]:
+        async with (
+            service_over(chat_model, folder, grid=None, chunk_tokens=256) as service,
+            client_of(service) as client,
+        ):
+            answer = (await client.post("/chat/completions", json=BODY)).json()
+        details = answer["usage"]["prompt_tokens_details"]
+        return answer["choices"][0]["message"]["content"], details["cached_tokens"]
+
+    text, cached = asyncio.run(asked(tmp_path))
+    assert cached >= 256
+    assert asyncio.run(asked(tmp_path / "empty")) == (text, 0)

@@ -375,6 +375,7 @@ async def test_distrusted_objects_are_deleted() -> None:
         ({"peers": ["a:1", "a:1"]}, "twice"),
         ({"peers": ["a:1"], "token": "secret"}, "Extra inputs"),
         ({"peers": ["a:1"], "transports": ["pigeon"]}, "none works here"),
+        ({"peers": ["a:1"], "transports": []}, "transports': it is empty"),
     ],
 )
 async def test_unusable_options_are_named(options: dict[str, object], said: str) -> None:

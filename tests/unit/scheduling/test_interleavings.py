@@ -143,6 +143,15 @@ class Interleavings(RuleBasedStateMachine):
         lost = data.draw(st.lists(st.sampled_from(load.chunks), min_size=1, unique=True))
         self.scheduler.failed(load, self.clock.now(), chunks=lost, late=late)
 
+    @precondition(lambda self: not self.cancelled and self.spec.total_tokens < 800)
+    @rule(more=st.integers(1, 150))
+    def prompt_is_lengthened(self, more: int) -> None:
+        total = self.spec.total_tokens + more
+        self.spec = self.scheduler.lengthen("r", total, GRID)
+        edges = [self.spec.prefix_tokens, *(piece.stop for piece in self.spec.suffix)]
+        assert [piece.start for piece in self.spec.suffix] == edges[:-1], "in one row"
+        assert edges[-1] == total
+
     @precondition(lambda self: len(self.written) > 2)
     @rule(chance=st.integers(0, 9))
     def request_is_cancelled(self, chance: int) -> None:
@@ -166,6 +175,8 @@ class Interleavings(RuleBasedStateMachine):
             return
         for _ in range(10_000):
             if self.work is None and self.scheduler.finished("r"):
+                left = self.scheduler._outlook.all_suffixes
+                assert abs(left.linear) < 1e-6, "no suffix is left of any request"
                 return
             if self.work is None:
                 self.compute_begins()

@@ -119,6 +119,26 @@ async def test_folders_that_cannot_be_taken(opened: Opened, tmp_path: Path) -> N
             await play.flow.import_session(folder, "t")
 
 
+@pytest.mark.parametrize("file", ["session.json", "chunks.cacheflow"])
+async def test_only_files_are_read(opened: Opened, tmp_path: Path, file: str) -> None:
+    """A pipe without a writer, a device without an end and a folder are refused, not waited for."""
+    folder = tmp_path / "out"
+    await export(opened, folder)
+    await asyncio.to_thread((folder / file).unlink)
+    async with opened() as play:
+        for make in (
+            os.mkfifo,
+            lambda path: path.symlink_to("/dev/zero"),
+            lambda path: path.mkdir(),
+        ):
+            await asyncio.to_thread(make, folder / file)
+            async with asyncio.timeout(30):
+                with pytest.raises(ConfigError, match=r"regular file|directory"):
+                    await play.flow.import_session(folder, "t")
+            is_folder = (folder / file).is_dir()
+            await asyncio.to_thread((folder / file).rmdir if is_folder else (folder / file).unlink)
+
+
 async def test_an_archive_that_claims_too_much(opened: Opened, tmp_path: Path) -> None:
     """A file with a hole of 2 TiB is no object: no memory is taken for it, the history comes. One
     that is cut short is said, and leaves the session's id free."""

@@ -12,7 +12,7 @@ from cacheflow.errors import ClosedError, ConfigError
 from cacheflow.kv import tenant_id, tenant_salt
 from cacheflow.testing.storage import MemoryBackend
 from cacheflow.tiers.tier import Tier
-from tests.unit.session.conftest import cold, prompt_of
+from tests.unit.session.conftest import Held, cold, prompt_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +75,68 @@ async def test_forks_of_what_is_stored_restore_it_once(opened: Opened) -> None:
         await asyncio.gather(*(play.ask(f, p) for f, p in zip(forks, prompts, strict=True)))
         blocks = play.engine.published - published + play.engine.recomputed - computed
         assert blocks == 384 // 16 * play.engine.layout.num_layers
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_the_tile_in_which_forks_part_is_restored_once(opened: Opened, at_once: bool) -> None:
+    """One branch restores the beginning of that tile, too, and the others copy it; whether they
+    come at the same moment or a moment later."""
+    async with opened() as play:
+        root, prompt = play.flow.session("root"), prompt_of(384 + 64)
+        await play.ask(root, prompt)
+        await play.flow.flush()
+        await root.forget()
+        forks = [await root.fork(f"branch {i}") for i in range(8)]
+        published, computed = play.engine.published, play.engine.recomputed
+        prompts = [[*root.tokens, *prompt_of(9, i)] for i in range(8)]
+        turns = [play.ask(f, p) for f, p in zip(forks, prompts, strict=True)]
+        if at_once:
+            reports = await asyncio.gather(*turns)
+        else:
+            reports = [await turn for turn in turns]
+        blocks = play.engine.published - published + play.engine.recomputed - computed
+        assert blocks == (384 + 64) // 16 * play.engine.layout.num_layers
+        assert [r.cached_tokens for r in reports] == [448] * 8
+        assert sum(r.usage.resident_tokens for r in reports) == 7 * 448
+
+
+async def test_a_fork_whose_restoring_sibling_goes_restores_for_itself(opened: Opened) -> None:
+    """Cancelled, or forgotten, in the middle: whoever waited for it goes on."""
+    async with opened() as play:
+        root, held = play.flow.session("root"), Held()
+        await play.ask(root, prompt_of(384 + 64))
+        await play.flow.flush()
+        await root.forget()
+        forks = [await root.fork(f"branch {i}") for i in range(3)]
+        play.store.before_read = held.wait
+        prompts = [[*root.tokens, *prompt_of(9, i)] for i in range(3)]
+        turns = [
+            asyncio.create_task(play.ask(f, p, policy="adaptive" if i else "load"))
+            for i, (f, p) in enumerate(zip(forks, prompts, strict=True))
+        ]
+        await held.began.wait()
+        await asyncio.sleep(0)
+        turns[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turns[0]
+        held.go.set()
+        for turn in turns[1:]:
+            assert (await turn).cached_tokens == 448
+
+
+async def test_a_fork_with_a_stored_history_of_its_own_restores_all_of_it(opened: Opened) -> None:
+    """What a sibling has is not worth more than what only this one has stored."""
+    async with opened() as play:
+        root = play.flow.session("root")
+        await play.ask(root, prompt_of(384 + 64))
+        fork = await root.fork("branch")
+        await play.ask(fork, [*fork.tokens, *prompt_of(40, 1)])
+        await play.flow.flush()
+        await fork.forget()
+        await root.forget()
+        await play.ask(root, [*root.tokens, 5])
+        report = await play.ask(fork, [*fork.tokens, 5])
+        assert report.cached_tokens == 480
 
 
 async def test_a_fork_of_a_known_name_is_refused(opened: Opened) -> None:

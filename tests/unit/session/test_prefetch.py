@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cacheflow.errors import ClosedError, ConfigError
+from cacheflow.errors import CapacityError, ClosedError, ConfigError
 from cacheflow.session import Generation
 from tests.unit.session.conftest import Held, prompt_of
 
@@ -69,8 +69,93 @@ async def test_a_turn_joins_a_prefetch(opened: Opened) -> None:
         held.go.set()
         report = await turn
         await prefetch
-        assert report.usage.resident_tokens == 303
+        assert report.usage.loaded_tokens == 288
         assert play.engine.published - published == 18 * play.engine.layout.num_layers
+
+
+async def test_what_a_joining_turn_adds_is_part_of_the_restore(opened: Opened) -> None:
+    """Its new tokens are one suffix with what the prefetch had to compute, which begins under the
+    last loads as in any restore, and the turn restores nothing itself."""
+    async with opened() as play:
+        session, report = await stored(play), Generation()
+        held, prefetch = await begun(play, session)
+        history = [*session.tokens, *prompt_of(20, 1)]
+        turn = asyncio.create_task(play.ask(session, history, report=report))
+        await asyncio.sleep(0)
+        held.go.set()
+        await asyncio.gather(prefetch, turn)
+        assert report.restoration is not None
+        assert report.restoration.suffix_tokens == 323 - 288
+        pieces = play.engine.segments(session.requests[0])
+        assert (288, 323) in {(piece.start, piece.stop) for piece in pieces}
+        assert session.requests == ["s/2"]
+
+
+@pytest.mark.parametrize("held_in", ["lookup", "read"])
+@pytest.mark.parametrize("prefetched", [300, 303, 304, 305])
+@pytest.mark.parametrize("new", [1, 17, 200])
+async def test_a_turn_joins_wherever_the_prompts_end(
+    opened: Opened, held_in: str, prefetched: int, new: int
+) -> None:
+    """In the middle of a chunk, of a tile, or at the end of one; while tiers are asked or read."""
+    async with opened() as play:
+        session, held = await stored(play), Held()
+        prompt = [*session.tokens, *prompt_of(250, 3)]
+        setattr(play.store, f"before_{held_in}", held.wait)
+        prefetch = asyncio.create_task(session.prefetch(prompt[:prefetched]))
+        await held.began.wait()
+        turn = asyncio.create_task(play.ask(session, prompt[: prefetched + new]))
+        await asyncio.sleep(0)
+        held.go.set()
+        report = (await asyncio.gather(prefetch, turn))[1]
+        assert report.cached_tokens == 288
+        await play.ask(session, [*session.tokens, 5])
+
+
+async def test_a_turn_that_joins_too_late_or_without_room(opened: Opened) -> None:
+    """It waits for the prefetch and goes on from what that has restored."""
+    async with opened(kv_tokens=384) as play:
+        session = await stored(play)
+        held, prefetch = await begun(play, session)
+        long = asyncio.create_task(play.ask(session, [*session.tokens, *prompt_of(200, 1)]))
+        await asyncio.sleep(0)
+        held.go.set()
+        await prefetch
+        with pytest.raises(CapacityError):
+            await long
+        report = await play.ask(session, [*session.tokens, 5])
+        assert report.usage.resident_tokens == 303
+
+
+async def test_a_turn_that_joined_and_left(opened: Opened) -> None:
+    """What it had added is restored, and in nobody's way: another turn says what it should."""
+    async with opened() as play:
+        session = await stored(play)
+        held, prefetch = await begun(play, session)
+        turn = asyncio.create_task(play.ask(session, [*session.tokens, *prompt_of(20, 1)]))
+        await asyncio.sleep(0)
+        turn.cancel()
+        held.go.set()
+        await prefetch
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        assert session.resident_tokens == 323
+        report = await play.ask(session, [*session.tokens, *prompt_of(20, 2)])
+        assert report.usage.resident_tokens == 303
+
+
+async def test_a_joined_prefetch_that_is_cancelled(opened: Opened) -> None:
+    """The turn restores for itself."""
+    async with opened() as play:
+        session = await stored(play)
+        held, prefetch = await begun(play, session)
+        turn = asyncio.create_task(play.ask(session, [*session.tokens, *prompt_of(20, 1)]))
+        await asyncio.sleep(0)
+        prefetch.cancel()
+        held.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await prefetch
+        assert (await turn).cached_tokens == 288
 
 
 async def test_a_turn_joins_a_prefetch_that_is_still_looking(opened: Opened) -> None:
@@ -97,7 +182,7 @@ async def test_a_turn_joins_a_prefetch_that_is_still_looking(opened: Opened) -> 
         await asyncio.sleep(0)
         go.set()
         await asyncio.gather(prefetch, turn)
-        assert seen == [7, 7]
+        assert seen == [7]
 
 
 async def test_a_turn_with_another_prompt_ends_a_prefetch(opened: Opened) -> None:
