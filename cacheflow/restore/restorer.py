@@ -240,9 +240,7 @@ class Restorer:
     ) -> bool:
         """The prompt of a request that is being restored goes on: ``tokens``, all of them, begin
         with it. What is new joins its suffix. ``extend`` tells the engine. False, and nothing done,
-        where that cannot be: the request has ended, is restored by several engines together, or
-        there is no room.
-        """
+        where the request has ended, several engines restore it, or there is no room."""
         job = self._jobs.get(request_id)
         if job is None or job.done.done() or not self.is_alone:
             return False
@@ -254,8 +252,7 @@ class Restorer:
             # What was looked up is what the shorter prompt could have restored.
             keys = job.request.keys[: job.spec.prefix_tokens // job.spec.chunk_tokens]
             job.request = replace(job.request, tokens=tokens, keys=keys)
-            # Before that it is laid out on admission, with what was looked up.
-            if job.admitted:
+            if job.admitted:  # else it is laid out then
                 job.spec = self.scheduler.lengthen(request_id, len(tokens), self.recomputer.grid)
             return True
         except (CapacityError, ConfigError, ClosedError):
