@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from cacheflow.abc import StorageBackend
 from cacheflow.errors import BackendError
 from cacheflow.registry import load_backend
-from cacheflow.types import TransferStatus
+from cacheflow.types import TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
-    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, TransferResult, Write
+    from cacheflow.types import ChunkInfo, ChunkKey, ObjectKey, Read, Write
 
 __all__ = ["SteeredStore", "install", "steer"]
 
@@ -39,8 +39,8 @@ def install(folder: Path) -> None:
 
 def steer(control: Path, **wishes: float | str) -> None:
     """``seconds`` a load (one after the other), ``fail_after`` so many loads (-1: never), how to
-    fail (``fault``: "error", "corrupt" or "hang"), ``lookup`` seconds, ``clear`` (a new number
-    empties the store)."""
+    fail (``fault``: "error", "corrupt" or "hang"), ``lookup`` seconds, ``stores`` ("full" or
+    "failed": how they end), ``clear`` (a new number empties the store)."""
     temporary = control.with_suffix(".new")
     temporary.write_text(json.dumps(wishes))
     temporary.replace(control)
@@ -111,7 +111,11 @@ class SteeredStore(StorageBackend):
         return wishes
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
-        return await self.inner.store(writes)
+        status = TransferStatus(str((await self._wishes()).get("stores", "ok")))
+        if status is TransferStatus.OK:
+            return await self.inner.store(writes)
+        error = BackendError("steered not to store", operation="store", is_temporary=True)
+        return [TransferResult(write, status, 0, 0.0, error) for write in writes]
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return await self.inner.delete(keys)

@@ -29,12 +29,13 @@ from cacheflow.kv import model_id
 from cacheflow.plugins.vllm.blocks import BlockMemory
 from cacheflow.plugins.vllm.compat import check, installed_version
 from cacheflow.plugins.vllm.depot import Depot
-from cacheflow.plugins.vllm.desk import Desk, Limits
+from cacheflow.plugins.vllm.desk import Desk
 from cacheflow.plugins.vllm.keyring import Keyring
 from cacheflow.plugins.vllm.metrics import CacheFlowPromMetrics, CacheFlowStats
 from cacheflow.plugins.vllm.model import Model, describe
 from cacheflow.plugins.vllm.pins import Pins
 from cacheflow.plugins.vllm.records import Orders, Report
+from cacheflow.plugins.vllm.restores import Limits
 from cacheflow.plugins.vllm.saver import Provenance
 from cacheflow.plugins.vllm.saves import SaveBook
 from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE, VllmSettings

@@ -13,7 +13,7 @@ import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from cacheflow.clock import SystemClock
 from cacheflow.costs import COSTS_FILE, CostStore, channel_key
@@ -22,6 +22,7 @@ from cacheflow.memory import StagingPool
 from cacheflow.plugins.vllm.counts import Counts
 from cacheflow.plugins.vllm.finder import Finder
 from cacheflow.plugins.vllm.loader import OUTSIDE, Loader
+from cacheflow.plugins.vllm.means import Means
 from cacheflow.plugins.vllm.records import Report
 from cacheflow.plugins.vllm.saver import STORES, Saver
 from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE
@@ -29,6 +30,8 @@ from cacheflow.registry import load_backend
 from cacheflow.tiers import Guarded, front
 
 if TYPE_CHECKING:
+    from collections import deque
+
     from cacheflow.abc import StorageBackend
     from cacheflow.plugins.vllm.blocks import BlockMemory
     from cacheflow.plugins.vllm.records import Orders
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Depot"]
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _OPEN_SECONDS: Final = 120.0
 _CLOSE_SECONDS: Final = 10.0
@@ -75,10 +79,10 @@ class Depot:
         loader = self._loader
         for restore_id, block in orders.claims.items():
             if restore := loader.restores.get(restore_id):
-                loader.claim(restore, block)
+                restore.take(block)
         for restore_id, (first, ids) in orders.targets.items():
             if restore := loader.restores.get(restore_id):
-                loader.aim(restore, first, ids)
+                restore.aim(self._memory, first, ids)
         if orders or loader.starved:
             self._call(orders)
         if orders.idle and self._news.wait(_IDLE_SECONDS):
@@ -99,8 +103,10 @@ class Depot:
         return Report(
             found={r.id: r.found for r in restores if r.found is not None},
             progress={r.id: loader.progress(r) for r in restores},
-            ended=[loader.ended.popleft() for _ in range(len(loader.ended))],
-            saves=[saver.outcomes.popleft() for _ in range(len(saver.outcomes))],
+            ended=_taken(loader.ended),
+            copied=_taken(saver.copied),
+            saves=_taken(saver.outcomes),
+            missed=_taken(loader.missed),
             busy=saver.busy and not lost,
             lost=lost,
         )
@@ -187,29 +193,20 @@ class Depot:
         return pool
 
     def _build(self, tiers: dict[str, StorageBackend], pool: StagingPool) -> None:
-        settings, clock = self._settings, SystemClock()
+        deadline = self._settings.load_deadline
+        means = Means(
+            tiers,
+            self._memory,
+            pool,
+            self._threads,
+            SystemClock(),
+            deadline,
+            self._news.set,
+            self.counts,
+        )
         layout_id, layout = self._provenance.layout_id, self._memory.layout
-        self._loader = Loader(
-            tiers,
-            self._memory,
-            Finder(tiers, layout, layout_id, settings.load_deadline, self.counts),
-            pool,
-            self._threads,
-            clock,
-            settings.load_deadline,
-            self._news.set,
-            self.counts,
-        )
-        self._saver = Saver(
-            tiers,
-            self._memory,
-            self._provenance,
-            pool,
-            self._threads,
-            settings.load_deadline,
-            self._news.set,
-            self.counts,
-        )
+        self._loader = Loader(means, Finder(tiers, layout, layout_id, deadline, self.counts))
+        self._saver = Saver(means, self._provenance)
 
     def _remember(self) -> None:
         """Begin with what earlier processes learned about the tiers."""
@@ -230,6 +227,11 @@ class Depot:
     def _channel_keys(self) -> dict[str, str]:
         tiers = self._settings.tiers
         return {tier.name: channel_key(tier.name, tier.backend, tier.options) for tier in tiers}
+
+
+def _taken(said: deque[T]) -> list[T]:
+    """What the event loop has said so far; it may go on meanwhile."""
+    return [said.popleft() for _ in range(len(said))]
 
 
 async def _close(name: str, backend: StorageBackend) -> None:

@@ -81,25 +81,30 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """A save no longer needs its block. ``stored`` is not known yet, only whether it is tried."""
+    """A save has ended. ``stored``: no tier would take the block if it were offered again."""
 
     save: int
-    taken: bool
+    stored: bool
 
 
 @dataclass(slots=True)
 class Report:
-    """The worker's answer at the end of a step. Everything in it replaces what was said before,
-    except ``ended`` and ``saves``, which are said once."""
+    """The worker's answer at the end of a step. ``found`` and ``progress`` replace what was said
+    before; the lists hold what is said once."""
 
     found: dict[int, Found] = field(default_factory=dict)
     progress: dict[int, Progress] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    """Saves whose block is needed no more: it was copied, or the save is given up."""
     saves: list[SaveOutcome] = field(default_factory=list)
+    missed: list[bytes] = field(default_factory=list)
+    """Keys of blocks that were listed and could not be had."""
     busy: bool = False
     """Something is still going on that will be reported later."""
     lost: bool = False
     """The worker's storage thread has died: nothing will be loaded, stored or told any more."""
 
     def __bool__(self) -> bool:
-        return bool(self.found or self.progress or self.ended or self.saves or self.lost)
+        told = self.ended or self.copied or self.saves or self.missed
+        return bool(self.found or self.progress or told or self.lost)

@@ -1,8 +1,9 @@
 """The worker's stores: complete blocks out of vLLM's cache, sealed, into every tier.
 
 A block is copied into staging memory first; from then on its place in the cache may be reused, and
-the scheduler is told so. What cannot be staged soon is dropped and counted: it is recomputed when
-it is needed. Lives on the depot's event loop.
+the scheduler is told so. What cannot be staged soon, or is not taken, is dropped and counted, and
+the scheduler is told that too: the block is stored when it is there again. Lives on the depot's
+event loop.
 """
 
 from __future__ import annotations
@@ -20,13 +21,10 @@ from cacheflow.plugins.vllm.records import SaveOutcome
 from cacheflow.types import ChunkKey, ObjectKey, Segment, Span, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from concurrent.futures import Executor
+    from collections.abc import Sequence
 
-    from cacheflow.abc import StorageBackend
-    from cacheflow.memory import Lease, StagingPool
-    from cacheflow.plugins.vllm.blocks import BlockMemory
-    from cacheflow.plugins.vllm.counts import Counts
+    from cacheflow.memory import Lease
+    from cacheflow.plugins.vllm.means import Means
     from cacheflow.plugins.vllm.records import SaveOrder
 
 __all__ = ["STORES", "Provenance", "Saver"]
@@ -51,26 +49,13 @@ class Provenance:
 class Saver:
     """Takes orders one after the other; stores run side by side as staging memory allows."""
 
-    def __init__(
-        self,
-        tiers: Mapping[str, StorageBackend],
-        memory: BlockMemory,
-        provenance: Provenance,
-        pool: StagingPool,
-        threads: Executor,
-        deadline: float,
-        changed: Callable[[], None],
-        counts: Counts,
-    ) -> None:
-        self._tiers = tiers
-        self._memory = memory
+    def __init__(self, means: Means, provenance: Provenance) -> None:
+        self._means = means
         self._provenance = provenance
-        self._pool = pool
-        self._threads = threads
-        self._deadline = deadline
-        self._changed = changed
-        self._counts = counts
+        self.copied: deque[int] = deque()
+        """Saves whose block is free, until they are told."""
         self.outcomes: deque[SaveOutcome] = deque()
+        """Saves that have ended, until they are told."""
         self._orders: asyncio.Queue[SaveOrder] = asyncio.Queue()
         self._stores: set[asyncio.Task[None]] = set()
 
@@ -100,38 +85,70 @@ class Saver:
             await asyncio.wait(self._stores)
 
     async def _take(self, order: SaveOrder) -> None:
+        means = self._means
         try:
             async with asyncio.timeout(_STAGE_SECONDS):
-                lease = await self._pool.lease(self._memory.nbytes, STORES)
+                lease = await means.pool.lease(means.memory.nbytes, STORES)
         except (TimeoutError, CacheFlowError):
-            self._counts.add("store_dropped", "all", "staging")
-            self._tell(order, taken=False)
+            means.counts.add("store_dropped", "all", "staging")
+            self._free(order)
+            self._end(order, stored=False)
             return
         loop = asyncio.get_running_loop()
-        copy = loop.run_in_executor(self._threads, self._memory.read, order.block_id, lease.buffer)
+        copy = loop.run_in_executor(means.threads, means.memory.read, order.block_id, lease.buffer)
         try:
             await copy
         except BaseException:
             lease.release()
             raise
-        self._tell(order, taken=True)
+        self._free(order)
         task = asyncio.create_task(self._store(order, lease))
         self._stores.add(task)
         task.add_done_callback(self._stores.discard)
 
-    def _tell(self, order: SaveOrder, *, taken: bool) -> None:
-        self.outcomes.append(SaveOutcome(order.save, taken))
-        self._changed()
+    def _free(self, order: SaveOrder) -> None:
+        self.copied.append(order.save)
+        self._means.changed()
+
+    def _end(self, order: SaveOrder, *, stored: bool) -> None:
+        self.outcomes.append(SaveOutcome(order.save, stored))
+        self._means.changed()
 
     async def _store(self, order: SaveOrder, lease: Lease) -> None:
-        key = ChunkKey(order.key)
-        with lease:
-            loop = asyncio.get_running_loop()
-            write = await loop.run_in_executor(self._threads, self._sealed, order, lease)
-            await asyncio.gather(*(self._store_in(name, key, write) for name in self._tiers))
+        """Into every tier that has not got it."""
+        stored = False
+        try:
+            with lease:
+                tiers = list(self._means.tiers)
+                have = await asyncio.gather(*(self._has(name, order) for name in tiers))
+                lacking = [name for name, has in zip(tiers, have, strict=True) if not has]
+                stored = not lacking or await self._store_in_all(lacking, order, lease)
+        except Exception as error:  # one block is not stored; the others are
+            _log.error("a store ended unexpectedly", exc_info=error)
+        finally:
+            self._end(order, stored=stored)
+
+    async def _store_in_all(self, names: Sequence[str], order: SaveOrder, lease: Lease) -> bool:
+        loop = asyncio.get_running_loop()
+        write = await loop.run_in_executor(self._means.threads, self._sealed, order, lease)
+        ends = await asyncio.gather(*(self._store_in(name, write) for name in names))
+        refused = {*ends} - {TransferStatus.OK}
+        somewhere = TransferStatus.OK in ends or len(names) < len(self._means.tiers)
+        # A tier that is full stays so for now: what another one has is not offered again.
+        return not refused or (somewhere and refused == {TransferStatus.FULL})
+
+    async def _has(self, name: str, order: SaveOrder) -> bool:
+        """Whether a tier has the block already, packed as this engine packs."""
+        try:
+            async with asyncio.timeout(self._means.deadline):
+                (there,) = await self._means.tiers[name].lookup([ChunkKey(order.key)])
+        except Exception as error:  # a third party's backend may raise anything: the store will say
+            _log.debug("tier %s: lookup before a store: %s", name, error)
+            return False
+        return any(info.layout_id == self._provenance.layout_id for info in there)
 
     def _sealed(self, order: SaveOrder, lease: Lease) -> Write:
-        layout = self._memory.layout
+        layout = self._means.memory.layout
         view = lease.buffer.view
         assert view is not None, "staging memory of a worker is host memory"
         info, header = seal(
@@ -148,20 +165,16 @@ class Saver:
         )
         return Write(info, (buffer_from(header), lease.part(0, len(view))))
 
-    async def _store_in(self, name: str, key: ChunkKey, write: Write) -> None:
-        """Store in one tier, unless it has the block already."""
-        backend = self._tiers[name]
+    async def _store_in(self, name: str, write: Write) -> TransferStatus:
         try:
-            async with asyncio.timeout(self._deadline):
-                (there,) = await backend.lookup([key])
-                if any(info.layout_id == write.info.layout_id for info in there):
-                    return
-                (result,) = await backend.store([write])
+            async with asyncio.timeout(self._means.deadline):
+                (result,) = await self._means.tiers[name].store([write])
         except Exception as error:  # a third party's backend may raise anything: it is not stored
             _log.warning("tier %s: not stored: %s", name, str(error) or type(error).__name__)
-            self._counts.add("store_dropped", name, "failed")
-            return
+            self._means.counts.add("store_dropped", name, "failed")
+            return TransferStatus.FAILED
         if result.status is TransferStatus.OK:
-            self._counts.add("transfer_bytes", name, "store", amount=result.nbytes)
+            self._means.counts.add("transfer_bytes", name, "store", amount=result.nbytes)
         else:
-            self._counts.add("store_dropped", name, result.status.value)
+            self._means.counts.add("store_dropped", name, result.status.value)
+        return result.status

@@ -2,27 +2,44 @@
 
 Belongs to the scheduler's thread. A block is pinned from the step that completes it until the
 worker has copied it; what does not fit under the cap is tried again with the request's next step,
-and given up with its end.
+and given up with its end. A block counts as stored until it turns out that it is not: then the next
+request that has it stores it again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from cacheflow.plugins.vllm.records import SaveOrder, SaveOutcome
+from cacheflow.plugins.vllm.records import SaveOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from cacheflow.plugins.vllm.keyring import Keyring, Request
     from cacheflow.plugins.vllm.pins import Pins
+    from cacheflow.plugins.vllm.records import SaveOutcome
     from cacheflow.types import ChunkKey
 
-__all__ = ["SaveBook"]
+__all__ = ["Blocks", "SaveBook", "Saves"]
 
 _REMEMBERED: Final = 1 << 16
 """Keys of blocks that are known to be stored."""
+_NEVER: Final = 1 << 62
+"""Beyond the last block of a request that has no keys."""
+
+
+class Blocks(Protocol):
+    """The part of vLLM's KVCacheManager that is used."""
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]: ...
+
+    def allocate_slots(
+        self, request: Any, num_new_tokens: int, *, delay_cache_blocks: bool
+    ) -> object | None: ...
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None: ...
 
 
 class SaveBook:
@@ -32,15 +49,11 @@ class SaveBook:
         self._block = block
         self._share = share
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        self._open: dict[int, tuple[bytes, int]] = {}
-        """Save -> key and block id."""
+        self._pinned: dict[int, int] = {}
+        """Save -> block id, until the block is copied."""
+        self._under_way: dict[int, bytes] = {}
+        """Save -> key, until the save has ended."""
         self._numbers = count(1)
-        self.dropped = 0
-
-    @property
-    def pending(self) -> int:
-        """Saves whose block is still pinned."""
-        return len(self._open)
 
     def plan(
         self,
@@ -55,41 +68,92 @@ class SaveBook:
         """Orders for those of the complete blocks from number ``first`` on (``keys`` and block
         ``ids``) that are not stored; also the number of the first one there was no room for."""
         orders: list[SaveOrder] = []
-        room = max(int(pins.size * self._share), 1) - len(self._open)
+        room = max(int(pins.size * self._share), 1) - len(self._pinned)
+        under_way = set(self._under_way.values())
         number = first
         for key, block_id in zip(keys, ids, strict=True):
-            if key.digest not in self._stored:
+            if key.digest not in self._stored and key.digest not in under_way:
                 if room <= len(orders):
                     break
-                self.remember([key.digest])
                 save, start = next(self._numbers), number * self._block
                 orders.append(SaveOrder(save, key.digest, block_id, start, width, tenant))
             number += 1
         pins.pin(order.block_id for order in orders)
-        self._open.update((order.save, (order.key, order.block_id)) for order in orders)
+        self._pinned.update((order.save, order.block_id) for order in orders)
+        self._under_way.update((order.save, order.key) for order in orders)
         return number, orders
 
-    def heard(self, outcomes: Iterable[SaveOutcome], pins: Pins) -> None:
-        """Blocks were copied, or given up."""
+    def copied(self, saves: Iterable[int], pins: Pins) -> None:
+        """The blocks of these are needed no more."""
+        pins.unpin(self._pinned.pop(save) for save in saves)
+
+    def ended(self, outcomes: Iterable[SaveOutcome]) -> None:
+        """Saves whose blocks were copied have ended."""
         for outcome in outcomes:
-            key, block_id = self._open.pop(outcome.save)
-            pins.unpin([block_id])
-            if not outcome.taken:
-                self.dropped += 1
-                self._stored.pop(key, None)
+            key = self._under_way.pop(outcome.save)
+            if outcome.stored:
+                self.remember([key])
 
     def abandon(self, pins: Pins) -> None:
         """Nothing will be copied any more."""
-        self.heard([SaveOutcome(save, taken=False) for save in self._open], pins)
+        self.copied(list(self._pinned), pins)
+        self._under_way.clear()
 
     def remember(self, keys: Iterable[bytes]) -> None:
-        """These are stored, or about to be."""
+        """These are stored."""
         for key in keys:
             self._stored[key] = None
             self._stored.move_to_end(key)
         while len(self._stored) > _REMEMBERED:
             self._stored.popitem(last=False)
 
+    def missed(self, keys: Iterable[bytes]) -> None:
+        """These are not there, or cannot be had, whatever was known of them."""
+        for key in keys:
+            self._stored.pop(key, None)
+
     def forget(self) -> None:
         """Nothing is known to be stored any more."""
         self._stored.clear()
+
+
+class Saves:
+    """How far each request's blocks were looked at."""
+
+    def __init__(
+        self, keyring: Keyring, book: SaveBook, cache: Blocks, pins: Pins, block: int
+    ) -> None:
+        self._keyring = keyring
+        self._book = book
+        self._cache = cache
+        self._pins = pins
+        self._block = block
+        self._planned: dict[str, int] = {}
+        """Request -> the first block that was not looked at."""
+
+    def plan(self, request: Request, done: int, width: int) -> list[SaveOrder]:
+        """Orders for the blocks of ``request`` that its first ``done`` tokens complete, the last of
+        them in a forward pass of ``width`` tokens."""
+        block = self._block
+        first = self._planned.get(request.request_id, 0)
+        complete = min(done, len(request.all_token_ids)) // block
+        if complete <= first:
+            return []
+        keys = self._keyring.keys(request, complete * block)
+        if keys is None:
+            self._planned[request.request_id] = _NEVER
+            return []
+        ids = self._cache.get_block_ids(request.request_id)[0][first:complete]
+        tenant = self._keyring.tenant(request)
+        self._planned[request.request_id], orders = self._book.plan(
+            first, keys[first:complete], ids, self._pins, width=width, tenant=tenant
+        )
+        return orders
+
+    def finished(self, request_id: str) -> None:
+        self._planned.pop(request_id, None)
+
+    def renew(self) -> None:
+        """All keys are new: everything is to be stored again."""
+        self._book.forget()
+        self._planned.clear()

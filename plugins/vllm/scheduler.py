@@ -33,7 +33,7 @@ class RestoringMixin(Scheduler):  # type: ignore[misc]
         if isinstance(connector, CacheFlowConnector) and connector.desk is not None:
             self._desk = connector.desk
             # Runner V2 keeps its own count of computed tokens, so that a jump would be lost.
-            self._desk.races = not self.use_v2_model_runner
+            self._desk.let_race(not self.use_v2_model_runner)
         self._steps: dict[int, tuple[float, Tile]] = {}
         """Scheduler outputs under way: when they began and what they compute."""
         self._step_ended = 0.0

@@ -17,9 +17,10 @@ from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel
 from cacheflow.plugins.vllm.blocks import BlockMemory
 from cacheflow.plugins.vllm.depot import Depot
-from cacheflow.plugins.vllm.desk import Desk, Limits
+from cacheflow.plugins.vllm.desk import Desk
 from cacheflow.plugins.vllm.keyring import Keyring
 from cacheflow.plugins.vllm.pins import Pins
+from cacheflow.plugins.vllm.restores import Limits
 from cacheflow.plugins.vllm.saver import Provenance
 from cacheflow.plugins.vllm.saves import SaveBook
 from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -102,7 +103,9 @@ def test_holes_are_fine(rig: Steered) -> None:
     rig.mini.run()
     whole = Span(0, LAYOUT.num_layers), Span(0, LAYOUT.num_kv_heads)
     depot = rig.mini.depot
-    deleting = depot._loader._tiers["store"].delete([ObjectKey(key, *whole) for key in keys[4:6]])
+    deleting = depot._loader._means.tiers["store"].delete(
+        [ObjectKey(key, *whole) for key in keys[4:6]]
+    )
     asyncio.run_coroutine_threadsafe(deleting, depot._loop).result(5)
     second = rig.mini.add("second", TOKENS, "load")
     rig.mini.run()
@@ -127,17 +130,17 @@ def test_loads_that_never_began_leave_the_channel_free(rig: Steered) -> None:
     """A restore that ends between the decision to load and the load's first step takes neither
     memory nor a place on the channel with it: the next one is loaded."""
     loader = rig.mini.depot._loader
-    heard = loader._changed
+    means = loader._means
 
     def close_all() -> None:
         for restore in list(loader.restores):
             loader.close(restore)
 
-    loader._changed = close_all
+    loader._means = replace(means, changed=close_all)
     doomed = rig.mini.add("doomed", TOKENS, "load")
     rig.mini.run(10.0)
     assert doomed.computed == 400
-    loader._changed = heard
+    loader._means = means
     last = rig.mini.add("last", TOKENS, "load")
     rig.mini.run(10.0)
     assert last.computed == 16

@@ -47,10 +47,12 @@ def test_saves_take_a_share_of_the_pool() -> None:
     reached, first = book.plan(0, KEYS, ids, pins, width=1, tenant=NOBODY)
     assert (reached, len(first), pins.held) == (10, 10, 10)
     assert book.plan(10, KEYS[10:], ids[10:], pins, width=1, tenant=NOBODY) == (10, [])
-    book.heard([SaveOutcome(order.save, taken=order.save != 1) for order in first], pins)
+    book.copied([order.save for order in first], pins)
+    book.ended([SaveOutcome(order.save, stored=order.save != 1) for order in first[:9]])
     reached, second = book.plan(10, KEYS[10:], ids[10:], pins, width=1, tenant=NOBODY)
     assert (reached, len(second)) == (20, 10)
-    book.heard([SaveOutcome(order.save, taken=True) for order in second], pins)
+    book.copied([order.save for order in second], pins)
+    book.ended([SaveOutcome(order.save, stored=True) for order in second])
     _, again = book.plan(0, KEYS, ids, pins, width=1, tenant=NOBODY)
-    assert [order.key for order in again] == [KEYS[0].digest]
+    assert [order.key for order in again] == [KEYS[0].digest]  # the tenth is still being stored
     assert [order.start for order in second] == [16 * n for n in range(10, 20)]

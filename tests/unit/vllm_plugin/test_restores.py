@@ -80,7 +80,7 @@ def test_many_at_once_with_aborts_and_preemptions(engine: Callable[..., MiniVllm
             mini.step()
         if mini.running and chance.random() < 0.3:
             mini.preempt(chance.choice(mini.running))
-        if chance.random() < 0.2:
-            mini.finish(chance.choice([*mini.running, *mini.waiting]))
+        if (there := [*mini.running, *mini.waiting]) and chance.random() < 0.2:
+            mini.finish(chance.choice(there))
     mini.run()
     assert len(mini.done) == 41
