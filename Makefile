@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_LMCACHE ?= .venv-lmcache
 ARGS ?=
 WHEELS ?= wheels
 # Test processes: one a core, four at most (each loads torch and a model).
@@ -12,7 +13,7 @@ WORKERS ?= auto
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 TREE := build/tree
-BENCHES := $(filter-out bench-vllm, $(subst _,-, \
+BENCHES := $(filter-out bench-vllm bench-lmcache, $(subst _,-, \
     $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))))
 CODE := cacheflow storage_backends plugins tests benchmarks examples dashboards
 
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benches start many processes: each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: $(BENCHES) help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm lint format typecheck layers tree bench dashboards setup wheel wheels clean distclean
+.PHONY: $(BENCHES) help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm setup-lmcache bench-lmcache lint format typecheck layers tree bench dashboards setup wheel wheels clean distclean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -78,8 +79,13 @@ setup-vllm: $(VENV_VLLM)/.vllm ## Make the environment with vLLM (CPU, 3 GB) in 
 test-vllm: $(VENV_VLLM)/.vllm ## Tests of the vLLM plugin inside vLLM
 	$(VENV_VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=default --timeout 600 $(ARGS)
 
-bench-vllm: benchmarks/bench_vllm.py $(VENV_VLLM)/.vllm ## Seconds to the first token in vLLM (ARGS=--quick)
+bench-vllm: benchmarks/bench_vllm.py $(VENV_VLLM)/.vllm ## First tokens in vLLM (ARGS="campaign", "decode" or "all --quick" for more)
 	$(VENV_VLLM)/bin/python $< $(ARGS)
+
+setup-lmcache: $(VENV_LMCACHE)/.lmcache ## Make an environment with vLLM and LMCache in .venv-lmcache
+
+bench-lmcache: benchmarks/bench_lmcache.py $(VENV_LMCACHE)/.lmcache ## LMCache beside CacheFlow, on one disk
+	$(VENV_LMCACHE)/bin/python $< $(ARGS)
 
 wheel: $(VENV)/.dev ## Build the wheel into dist/
 	rm -rf build/lib build/bdist.*
@@ -114,6 +120,13 @@ $(VENV_VLLM)/.vllm: requirements/vllm.txt pyproject.toml
 	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python -m pip install -q --no-compile --no-deps -r $<
 	$(VENV_VLLM)/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV_LMCACHE)/.lmcache: requirements/vllm.txt requirements/lmcache.txt pyproject.toml
+	test -x $(VENV_LMCACHE)/bin/python || $(PYTHON) -m venv $(VENV_LMCACHE)
+	$(VENV_LMCACHE)/bin/python -m pip install -q --no-compile --no-deps -r requirements/vllm.txt
+	$(VENV_LMCACHE)/bin/python -m pip install -q --no-compile --no-deps -r requirements/lmcache.txt
+	$(VENV_LMCACHE)/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 clean: ## Remove what was built, keep the virtual environment and models

@@ -133,6 +133,8 @@ class Desk:
         done, end = request.num_computed_tokens, found.top * self.limits.block
         if done < end and progress.low * self.limits.block > done:
             return
+        computed = min(done, end) - restore.first * self.limits.block
+        self.counts.add("restore_tokens", "recompute", amount=max(computed, 0))
         if done >= end:
             self.counts.add("restores", "computed")
         else:

@@ -1,0 +1,182 @@
+"""Random requests, and everything that may happen to them: are the tokens those of plain vLLM?
+
+Float32 and greedy. Prompts share parts of a few long texts; they come in batches of up to eight, to
+a pool too small for them, beside requests that are aborted, over a store of every speed that fails,
+lies or takes nothing. Plain vLLM answers the same prompts first.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_engine import BLOCK, Engine
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+__all__ = ["add_arguments", "report", "run"]
+
+TEXTS: Final = 5
+NEW_TOKENS: Final = 8
+LARGEST_BATCH: Final = 8
+MILLISECONDS: Final = (0.0, 2.0, 10.0, 25.0, 100.0, 400.0)
+"""A block."""
+FAULTS: Final[tuple[dict[str, float | str], ...]] = (
+    {},
+    {},
+    {},
+    {"fault": "error", "fail_after": 0},
+    {"fault": "error", "fail_after": 5},
+    {"fault": "corrupt", "fail_after": 3},
+    {"fault": "hang", "fail_after": 6},
+    {"stores": "full"},
+    {"stores": "failed"},
+)
+"""What is wrong with the store during a batch; nothing, as often as not."""
+PATIENCE: Final = 900.0
+"""Seconds after which a batch hangs."""
+GIB: Final = 1 << 30
+
+
+@dataclass
+class Tally:
+    """What came of it."""
+
+    requests: int = 0
+    different: int = 0
+    aborted: int = 0
+    hangs: int = 0
+    restored_tokens: float = 0.0
+    preemptions: float = 0.0
+    failed_loads: float = 0.0
+    used_share: float = 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes."""
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of a prompt")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Plain vLLM's answers, then CacheFlow's."""
+    if options.quick:
+        options.requests, options.longest = 24, 1024
+    progress = sys.stderr if options.json else sys.stdout
+    prompts = _prompts(options.requests, options.longest, random.Random(options.seed))
+    print(f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens", file=progress, flush=True)
+    blocks = -(-options.longest // BLOCK)
+    engine_options = {
+        "dtype": "float32",
+        "max_model_len": options.longest + 2 * BLOCK,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": LARGEST_BATCH + 4,
+        # Two and a half of the longest: a batch of eight makes vLLM preempt.
+        "num_gpu_blocks_override": blocks * 5 // 2 + 8,
+    }
+    with Engine.start(folder, options.model, with_cacheflow=False, **engine_options) as plain:
+        names = [plain.submit(prompt, tokens=NEW_TOKENS) for prompt in prompts]
+        answers = plain.work(PATIENCE * len(prompts))
+        expected = [answers[name] for name in names]
+    print("plain vLLM has answered", file=progress, flush=True)
+    with Engine.start(
+        folder,
+        options.model,
+        **engine_options,
+        tier={"capacity_bytes": 3 * GIB},
+        extra={"load_deadline": 5.0, "staging_bytes": GIB},
+    ) as engine:
+        tally = _play(engine, prompts, expected, random.Random(options.seed + 1), progress)
+    return vars(tally)
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """The verdicts."""
+    done, different = result["requests"], result["different"]
+    return [
+        (
+            f"{done - different} of {done} answers as plain vLLM's; aborted beside them "
+            f"{result['aborted']}, preempted {result['preemptions']:.0f} times, loads that failed "
+            f"{result['failed_loads']:.0f}, restored {result['restored_tokens']:.0f} tokens: "
+            f"{'yes' if done and not different else 'NO'}"
+        ),
+        (
+            f"hangs: {result['hangs']}; share of the pool that is in use at the end: "
+            f"{result['used_share']:.3f}: "
+            f"{'yes' if not result['hangs'] and not result['used_share'] else 'NO'}"
+        ),
+    ]
+
+
+def _prompts(number: int, longest: int, chance: random.Random) -> list[list[int]]:
+    """As many short ones as long ones (log-uniform), each a part of a text and an end of its own;
+    some are asked twice."""
+    texts = [chance.choices(range(1000, 40000), k=longest) for _ in range(TEXTS)]
+    prompts: list[list[int]] = []
+    while len(prompts) < number:
+        if prompts and chance.random() < 0.2:
+            prompts.append(chance.choice(prompts))
+            continue
+        length = max(int(longest ** chance.random()), 1)
+        shared = length if chance.random() < 0.3 else chance.randrange(length + 1)
+        own = chance.choices(range(1000, 40000), k=length - shared)
+        prompts.append([*chance.choice(texts)[:shared], *own])
+    return prompts
+
+
+def _play(
+    engine: Engine,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    chance: random.Random,
+    progress: Any,
+) -> Tally:
+    tally = Tally()
+    left = list(zip(prompts, expected, strict=True))
+    number = 0
+    while left and not tally.hangs:
+        number += 1
+        size = chance.randrange(1, LARGEST_BATCH + 1)
+        batch, left = left[:size], left[size:]
+        speed = chance.choice(MILLISECONDS) / 1000
+        wishes: dict[str, float | str] = {"seconds": speed, **chance.choice(FAULTS)}
+        engine.steer(**wishes, batch=number)
+        _batch(engine, batch, [chance.choice(prompts) for _ in range(2)], chance, tally)
+        print(f"{tally.requests} done, {tally.different} differ: {wishes}", file=progress)
+    engine.steer()
+    if not tally.hangs:
+        tally.used_share = engine.used_share()
+    tally.preemptions = engine.metric("vllm:num_preemptions")
+    tally.failed_loads = engine.metric("vllm:cacheflow_load_failures")
+    tally.restored_tokens = engine.metric("vllm:cacheflow_restore_tokens", source="load")
+    return tally
+
+
+def _batch(
+    engine: Engine,
+    batch: list[tuple[list[int], list[int]]],
+    doomed: list[list[int]],
+    chance: random.Random,
+    tally: Tally,
+) -> None:
+    """Ask all at once; those that are to be aborted are aborted after some steps."""
+    names = {engine.submit(prompt, tokens=NEW_TOKENS): answer for prompt, answer in batch}
+    lost = [engine.submit(prompt, tokens=NEW_TOKENS) for prompt in doomed]
+    done: dict[str, list[int]] = {}
+    for name in lost:
+        for _ in range(chance.randrange(1, 12)):
+            done |= engine.step()
+        engine.abort([name])
+        tally.aborted += 1
+    try:
+        done |= engine.work(PATIENCE)
+    except TimeoutError:
+        tally.hangs += 1
+    for name, answer in names.items():
+        tally.requests += 1
+        tally.different += done.get(name) != answer
