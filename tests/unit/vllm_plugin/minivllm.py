@@ -8,6 +8,7 @@ compute's is noticed.
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from cacheflow.types import NO_ID, KVLayout
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from cacheflow.plugins.vllm.records import Orders
     from cacheflow.plugins.vllm.settings import VllmSettings
 
 BLOCK = 16
@@ -102,14 +104,28 @@ class MiniPool:
                 self.free.append(block.block_id)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What one step computes of a request."""
+
+    request: MiniRequest
+    start: int
+    stop: int
+    table: tuple[int, ...]
+    preemptions: int
+    """Of the request when the step was scheduled: what is computed for it later is stale."""
+
+
 @dataclass(eq=False)
 class MiniVllm:
-    """``step_seconds``: what a step with tokens takes."""
+    """``step_seconds``: what a step with tokens takes; ``depth``: steps that are scheduled before
+    the first of them is carried out (vLLM's async scheduling has two)."""
 
     settings: VllmSettings
     pool_blocks: int = 200
     budget: int = 128
     step_seconds: float = 0.0
+    depth: int = 1
     waiting: list[MiniRequest] = field(default_factory=list)
     running: list[MiniRequest] = field(default_factory=list)
     done: list[MiniRequest] = field(default_factory=list)
@@ -119,6 +135,7 @@ class MiniVllm:
     def __post_init__(self) -> None:
         self.pool = MiniPool(self.pool_blocks)
         self.tables: dict[str, list[int]] = {}
+        self.under_way: deque[tuple[Orders, list[Piece]]] = deque()
         shape = (self.pool_blocks, 1, BLOCK, 2 * 8)
         self.caches = [torch.zeros(shape) for _ in range(LAYOUT.num_layers)]
         memory = BlockMemory(self.caches, LAYOUT)
@@ -165,7 +182,7 @@ class MiniVllm:
     def run(self, seconds: float = 20.0) -> None:
         """Until there is nothing left to do, pins included."""
         end = time.monotonic() + seconds
-        while self.waiting or self.running or self.desk.pending:
+        while self.waiting or self.running or self.desk.pending or self.under_way:
             assert time.monotonic() < end, "the engine hangs"
             self.step()
 
@@ -188,19 +205,34 @@ class MiniVllm:
         requests = {r.request_id: r for r in self.running}
         orders = self.desk.orders(scheduled, requests, tuple(self.preempted))
         self.preempted.clear()
-        self.depot.carry_out(orders)
-        for request in list(self.running):
+        pieces = []
+        for request in self.running:
             if tokens := scheduled.get(request.request_id, 0):
-                self._compute(request, tokens)
-        if scheduled and self.step_seconds:
+                start = request.num_computed_tokens
+                table = tuple(self.tables[request.request_id])
+                times = request.num_preemptions
+                pieces.append(Piece(request, start, start + tokens, table, times))
+                request.num_computed_tokens += tokens
+        self.under_way.append((orders, pieces))
+        while len(self.under_way) >= (self.depth if scheduled else 1):
+            self._carry_out(*self.under_way.popleft())
+        return scheduled
+
+    def _carry_out(self, orders: Orders, pieces: list[Piece]) -> None:
+        self.depot.carry_out(orders)
+        for piece in pieces:
+            self._compute(piece)
+        if pieces and self.step_seconds:
             time.sleep(self.step_seconds)
         self.depot.save(orders)
         report = self.depot.report()
-        for request in [r for r in self.running if r.num_computed_tokens == r.num_tokens]:
-            self.finish(request)
+        for piece in pieces:
+            request = piece.request
+            is_stale = piece.preemptions != request.num_preemptions
+            if piece.stop == request.num_tokens and request in self.running and not is_stale:
+                self.finish(request)
         self.busy = report.busy
         self.desk.heard(report)
-        return scheduled
 
     def finish(self, request: MiniRequest) -> None:
         """It ends, or is aborted."""
@@ -252,17 +284,21 @@ class MiniVllm:
 
     # -- the model -----------------------------------------------------------------------------
 
-    def _compute(self, request: MiniRequest, tokens: int) -> None:
-        start = request.num_computed_tokens
-        for position in range(start, start + tokens):
+    def _compute(self, piece: Piece) -> None:
+        """Into the blocks that the request had when the step was scheduled."""
+        request = piece.request
+        for position in range(piece.start, piece.stop):
             for layer in range(LAYOUT.num_layers):
-                self._row(request, layer, position).fill_(value(request, layer, position))
-        request.num_computed_tokens += tokens
-        request.computed += tokens
+                block = self.caches[layer][piece.table[position // BLOCK], 0]
+                block[position % BLOCK].fill_(value(request, layer, position))
+        request.computed += piece.stop - piece.start
 
     def check(self, request: MiniRequest) -> None:
-        """Every position that counts as computed holds what compute would have put there."""
-        for position in range(request.num_computed_tokens):
+        """Every position that counts as computed holds what compute would have put there, or a step
+        that is still to be carried out puts it there."""
+        pieces = [p for _, pieces in self.under_way for p in pieces if p.request is request]
+        first = min((piece.start for piece in pieces), default=request.num_computed_tokens)
+        for position in range(first):
             for layer in range(LAYOUT.num_layers):
                 row = self._row(request, layer, position)
                 assert bool((row == value(request, layer, position)).all()), position

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import pytest
+
 from cacheflow.types import Tile
 from tests.unit.vllm_plugin.minivllm import BLOCK, LAYOUT
 
@@ -55,9 +57,10 @@ def test_other_tokens_are_computed(engine: Callable[..., MiniVllm]) -> None:
     assert plain.computed == 400
 
 
-def test_both_ends_meet(engine: Callable[..., MiniVllm]) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_both_ends_meet(engine: Callable[..., MiniVllm], depth: int) -> None:
     """Where loading takes as long as computing, each does a part, and they meet."""
-    mini = learned(engine(bandwidth=SLOW, step_seconds=STEP))
+    mini = learned(engine(bandwidth=SLOW, step_seconds=STEP, depth=depth))
     stored(mini)
     warm = mini.add("warm", TOKENS, "load")
     mini.run()
@@ -67,10 +70,14 @@ def test_both_ends_meet(engine: Callable[..., MiniVllm]) -> None:
     assert 64 <= both.computed <= 320
 
 
-def test_many_at_once_with_aborts_and_preemptions(engine: Callable[..., MiniVllm]) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_many_at_once_with_aborts_and_preemptions(
+    engine: Callable[..., MiniVllm], depth: int
+) -> None:
     """Whatever is aborted or preempted while it is restored, every block ends with the right
-    content (the miniature checks each position) and goes back to the pool."""
-    mini = learned(engine(bandwidth=SLOW * 2, step_seconds=0.002, pool_blocks=120))
+    content (the miniature checks each position) and goes back to the pool; also where a step is
+    scheduled before the one before it has been carried out."""
+    mini = learned(engine(bandwidth=SLOW * 2, step_seconds=0.002, pool_blocks=120, depth=depth))
     stored(mini)
     chance = random.Random(7)
     for number in range(40):
