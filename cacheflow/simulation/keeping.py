@@ -6,18 +6,18 @@ All blocks are of one size, so a capacity is a number of blocks. Knows positions
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.tiers.eviction import load_eviction
 from cacheflow.tiers.planned import recomputed_anyway
 from cacheflow.tiers.value import chance_of_loading
-from cacheflow.types import Tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cacheflow.tiers.eviction import EvictionName
-    from cacheflow.types import TileGrid
+    from cacheflow.types import Tile, TileGrid
 
 __all__ = ["LRU", "BlockStore", "Keeping"]
 
@@ -52,12 +52,16 @@ class Keeping:
         """``writes``: ``all`` or ``planned``. ``tile_seconds``: to recompute all layers of a tile.
         ``block_seconds``: to load a block over all links together."""
 
+        @cache
         def worth(index: int) -> float:
-            return tile_seconds(Tile(0, index * block_tokens, (index + 1) * block_tokens))
+            tile = grid.tile(grid.index_at(index * block_tokens))
+            return tile_seconds(tile) * block_tokens / tile.width
 
+        @cache
         def chance(blocks: int) -> Sequence[float]:
             return chance_of_loading(blocks, block_tokens, grid, tile_seconds, block_seconds)
 
+        @cache
         def skipped(blocks: int) -> int:
             tokens = blocks * block_tokens
             return recomputed_anyway(tokens, block_tokens, grid, tile_seconds, block_seconds)

@@ -159,7 +159,7 @@ class Catalogue:
 
     def _reorder(self, entry: Entry, evidence: float) -> None:
         for order in self._orders_of(entry):
-            order.touch(entry, evidence, entry.worth * entry.boost)
+            order.touch(entry, evidence, entry.worth, entry.boost)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Catalogue:
         if self.limits.quota is not None and entry.tenant not in self._orders:
             self._orders[entry.tenant] = self._make_policy()
         for order in self._orders_of(entry):
-            order.insert(entry, entry.nbytes, entry.worth * entry.boost, uses)
+            order.insert(entry, entry.nbytes, entry.worth, uses, entry.boost)
 
     def _leave_orders(self, entry: Entry) -> None:
         for order in self._orders_of(entry):

@@ -100,7 +100,8 @@ def chance_of_loading(
     chunk_seconds: float,
 ) -> tuple[float, ...]:
     """For each chunk of a prefix: next to none before the first plausible meeting point of compute
-    and loads, 1 behind the last one, in between in proportion.
+    and loads, 1 behind the last one, in between in proportion. The same for all chunks of a tile: a
+    tile of which one is missing is computed.
 
     ``tile_seconds`` and ``chunk_seconds``: see :func:`cacheflow.tiers.planned.recomputed_anyway`.
     """
@@ -109,4 +110,9 @@ def chance_of_loading(
         for seconds, margins in ((chunk_seconds, Margins()), (chunk_seconds, _SURE))
     )
     width = max(last - first, 1)
-    return tuple(min(max((at - first + 1) / width, _LEAST), 1.0) for at in range(chunks))
+    chances: list[float] = []
+    for tile in grid.split(0, chunks * chunk_tokens):
+        through = tile.stop // chunk_tokens
+        chance = min(max((through - first) / width, _LEAST), 1.0)
+        chances += [chance] * (through - len(chances))
+    return tuple(chances)

@@ -8,10 +8,17 @@ cost per byte of GreedyDual-Size (Cao and Irani, USITS 1997).
 
 The policy's age is how often its contents have been evicted, not seconds: a small tier forgets
 faster than a large one, as it must, and nothing has to be set for a particular traffic.
+
+What a use saves only matters where something that will be used has to go. So the policy remembers
+the names of what it evicted (ARC's idea, Megiddo and Modha, FAST 2003), and how much of what is
+used had left before. Where that is next to nothing it is *calm*: the last use alone decides, as in
+LRU, since worth would only mix what is over with what goes on. There are two heaps, one for each
+way, and every key is in both. A hint's boost counts in either.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -19,6 +26,8 @@ from math import exp, log
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cacheflow.tiers.eviction.protocol import Spared
 
 __all__ = ["CostAware"]
@@ -27,54 +36,124 @@ K = TypeVar("K", bound=Hashable)
 
 _LEAST: Final = 1e-12
 """Worth and uses below this are this: their logarithm is wanted."""
-_FADE: Final = 3.0 * log(2.0)
-"""How much evidence fades in one turnover: to an eighth. Slower forgets finished conversations too
-late where the store holds most of what is used, faster keeps nothing long enough where it does not
-(benchmarks/bench_placement.py)."""
+_FADE: Final = 2.0 * log(2.0)
+"""How much evidence fades in one turnover: to a quarter. Slower forgets finished conversations too
+late, faster keeps nothing long enough (benchmarks/bench_placement.py)."""
+_NEW: Final = log(2.0)
+"""Coming in counts as two uses: what is new is the end of a conversation, and whoever comes back
+for older parts of it wants the end too, which has no uses yet."""
+_CALM: Final = 0.05
+_TIGHT: Final = 0.10
+"""Share of the used bytes that had been evicted below which worth does not count any more, and from
+which on it does."""
+_PRIOR: Final = 0.002
+"""Share of the contents: so much use, all of it evicted before, is taken to have been seen when the
+first eviction comes."""
 
 
 class _Item:
-    __slots__ = ("evidence", "nbytes", "order", "worth")
+    __slots__ = ("boost", "evidence", "last_use", "nbytes", "order", "worth")
 
-    def __init__(self, nbytes: int, worth: float, evidence: float) -> None:
+    def __init__(
+        self, nbytes: int, worth: float, evidence: float, last_use: float, boost: float
+    ) -> None:
         self.nbytes = nbytes
         self.worth = worth
-        """Its logarithm."""
         self.evidence = evidence
-        """Logarithm of the uses, counted as of age 0."""
+        """Uses, counted as of age 0."""
+        self.last_use = last_use
+        """The policy's age then."""
+        self.boost = boost
         self.order = -1
-        """Of its entry in the heap; older entries are void."""
+        """Of its entries in the heaps; older entries are void."""
+
+    @property
+    def scores(self) -> tuple[float, float]:
+        """While it is calm, and while it is tight. Logarithms, as all of the above."""
+        return self.last_use + self.boost, self.worth + self.evidence + self.boost
+
+
+class _Pressure:
+    """Whether what is used had often been evicted before, over about the last turnover."""
+
+    def __init__(self) -> None:
+        self.is_tight = True
+        self._there = self._gone = 0.0
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        """Hashes of keys: a wrong match counts a use wrongly, nothing else."""
+
+    def used(self, nbytes: float) -> None:
+        """Something that is there was used; before anything ever had to go that says nothing."""
+        if self._there + self._gone:
+            self._there += nbytes
+            self._weigh()
+
+    def came(self, key: Hashable, nbytes: float) -> None:
+        """It was wanted, and had to be stored."""
+        if self._ghosts.pop(hash(key), self) is None:
+            self._gone += nbytes
+            self._weigh()
+
+    def evicted(self, keys: Sequence[Hashable], nbytes: float, held: float, most: int) -> None:
+        """``nbytes`` of ``held`` left. ``most``: names worth remembering."""
+        self._ghosts.update((hash(key), None) for key in keys)
+        while len(self._ghosts) > most:
+            self._ghosts.popitem(last=False)
+        if not self._there + self._gone:
+            self._gone = _PRIOR * held
+        self._there *= exp(-nbytes / held)
+        self._gone *= exp(-nbytes / held)
+
+    def _weigh(self) -> None:
+        limit = _CALM if self.is_tight else _TIGHT
+        self.is_tight = self._gone > limit * (self._gone + self._there)
 
 
 class CostAware(Generic[K]):
-    """``fade``: what a turnover of the contents takes off the logarithm of evidence."""
+    """Belongs to one tier, or to one tenant's part of it."""
 
-    def __init__(self, fade: float = _FADE) -> None:
-        self._fade = fade
+    def __init__(self) -> None:
+        self._pressure = _Pressure()
         self._items: dict[K, _Item] = {}
-        self._heap: list[tuple[float, int, K]] = []
+        self._heaps: tuple[list[tuple[float, int, K]], ...] = ([], [])
+        """By the scores of an item: while it is calm, and while it is tight."""
         self._order = count()
         self._bytes = 0
         self._age = 0.0
+        """How much what has always been there has faded."""
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def insert(self, key: K, nbytes: int, worth: float = 1.0, uses: float = 1.0) -> None:
+    @property
+    def is_tight(self) -> bool:
+        """Whether worth counts, or recency alone."""
+        return self._pressure.is_tight
+
+    def insert(
+        self, key: K, nbytes: int, worth: float = 1.0, uses: float = 1.0, boost: float = 1.0
+    ) -> None:
+        self._pressure.came(key, nbytes)
         self._bytes += nbytes
-        evidence = log(max(uses, _LEAST)) + self._fade * self._age
-        self._items[key] = item = _Item(nbytes, log(max(worth, _LEAST)), evidence)
+        evidence = _log(uses) + _NEW + self._age
+        item = _Item(nbytes, _log(worth), evidence, self._age, _log(boost))
+        self._items[key] = item
         self._push(key, item)
 
-    def touch(self, key: K, weight: float = 1.0, worth: float | None = None) -> None:
+    def touch(
+        self, key: K, weight: float = 1.0, worth: float | None = None, boost: float | None = None
+    ) -> None:
         item = self._items.get(key)
         if item is None:
             return
-        now = self._fade * self._age
         if worth is not None:
-            item.worth = log(max(worth, _LEAST))
+            item.worth = _log(worth)
+        if boost is not None:
+            item.boost = _log(boost)
         if weight > 0.0:
-            item.evidence = log(exp(item.evidence - now) + weight) + now
+            self._pressure.used(item.nbytes)
+            item.evidence = log(exp(item.evidence - self._age) + weight) + self._age
+            item.last_use = self._age
         self._push(key, item)
 
     def remove(self, key: K) -> None:
@@ -83,33 +162,39 @@ class CostAware(Generic[K]):
             self._bytes -= item.nbytes
 
     def victims(self, nbytes: int, spared: Spared[K]) -> list[K]:
+        heap = self._heaps[self.is_tight]
         leaving: list[K] = []
         kept: list[tuple[float, int, K]] = []
         gathered, held = 0, self._bytes
-        while gathered < nbytes and self._heap:
-            entry = heappop(self._heap)
-            item = self._items.get(entry[2])
-            if item is None or item.order != entry[1]:
+        while gathered < nbytes and heap:
+            entry = heappop(heap)
+            if not self._is_valid(entry):
                 continue
             if spared(entry[2]):
                 kept.append(entry)
             else:
-                gathered += item.nbytes
+                gathered += self._items[entry[2]].nbytes
                 leaving.append(entry[2])
                 self.remove(entry[2])
         for entry in kept:
-            heappush(self._heap, entry)
+            heappush(heap, entry)
         if gathered:
-            self._age += gathered / held
+            self._pressure.evicted(leaving, gathered, held, max(len(self._items), 16))
+            self._age += _FADE * gathered / held
         return leaving
 
     def _push(self, key: K, item: _Item) -> None:
         item.order = next(self._order)
-        heappush(self._heap, (item.worth + item.evidence, item.order, key))
-        if len(self._heap) > 2 * len(self._items) + 64:
-            self._heap = [e for e in self._heap if self._is_valid(e)]
-            heapify(self._heap)
+        for heap, score in zip(self._heaps, item.scores, strict=True):
+            heappush(heap, (score, item.order, key))
+            if len(heap) > 2 * len(self._items) + 64:
+                heap[:] = [e for e in heap if self._is_valid(e)]
+                heapify(heap)
 
     def _is_valid(self, entry: tuple[float, int, K]) -> bool:
         item = self._items.get(entry[2])
         return item is not None and item.order == entry[1]
+
+
+def _log(value: float) -> float:
+    return log(max(value, _LEAST))

@@ -24,10 +24,14 @@ class Lru(Generic[K]):
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def insert(self, key: K, nbytes: int, worth: float = 1.0, uses: float = 1.0) -> None:
+    def insert(
+        self, key: K, nbytes: int, worth: float = 1.0, uses: float = 1.0, boost: float = 1.0
+    ) -> None:
         self._sizes[key] = nbytes
 
-    def touch(self, key: K, weight: float = 1.0, worth: float | None = None) -> None:
+    def touch(
+        self, key: K, weight: float = 1.0, worth: float | None = None, boost: float | None = None
+    ) -> None:
         if weight > 0.0 and key in self._sizes:
             self._sizes.move_to_end(key)
 

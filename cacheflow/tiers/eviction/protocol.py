@@ -22,19 +22,23 @@ class EvictionPolicy(Protocol[K]):
         """Keys that may leave."""
         ...
 
-    def insert(self, key: K, nbytes: int, worth: float = 1.0, uses: float = 1.0) -> None:
+    def insert(
+        self, key: K, nbytes: int, worth: float = 1.0, uses: float = 1.0, boost: float = 1.0
+    ) -> None:
         """``key`` came in and is not there yet.
 
         ``worth`` (> 0): what one use saves, per byte, on any scale that is the same for all keys.
-        ``uses``: evidence so far.
+        ``uses``: evidence so far. ``boost`` (> 0): somebody's wish that it count so many times.
         """
         ...
 
-    def touch(self, key: K, weight: float = 1.0, worth: float | None = None) -> None:
+    def touch(
+        self, key: K, weight: float = 1.0, worth: float | None = None, boost: float | None = None
+    ) -> None:
         """``key`` was used (nothing happens if it is not there).
 
         ``weight``: evidence that the use would really have saved something, 0 to 1 as a rule.
-        ``worth``: replaces what was said before.
+        ``worth`` and ``boost``: replace what was said before.
         """
         ...
 

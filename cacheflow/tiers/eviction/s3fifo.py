@@ -44,7 +44,9 @@ class S3Fifo(Generic[K]):
     def __len__(self) -> int:
         return len(self._uses)
 
-    def insert(self, key: K, nbytes: int, worth: float = 1.0, uses: float = 1.0) -> None:
+    def insert(
+        self, key: K, nbytes: int, worth: float = 1.0, uses: float = 1.0, boost: float = 1.0
+    ) -> None:
         self._uses[key] = 0
         if uses > 1.0 or self._ghosts.pop(hash(key), self) is None:
             self._to_main(key, nbytes)
@@ -52,7 +54,9 @@ class S3Fifo(Generic[K]):
             self._small[key] = nbytes
             self._small_bytes += nbytes
 
-    def touch(self, key: K, weight: float = 1.0, worth: float | None = None) -> None:
+    def touch(
+        self, key: K, weight: float = 1.0, worth: float | None = None, boost: float | None = None
+    ) -> None:
         uses = self._uses.get(key)
         if uses is not None and weight > 0.0:
             self._uses[key] = min(uses + 1, _MOST_USES)

@@ -131,7 +131,7 @@ def test_cost_aware_weighs_uses_against_worth() -> None:
     saved nothing do not count."""
     policy = CostAware[int]()
     policy.insert(1, 1, worth=1.0)
-    policy.insert(2, 1, worth=2.0)
+    policy.insert(2, 1, worth=1.5)
     policy.insert(3, 1, worth=1.0)
     policy.touch(1)
     policy.touch(1)
@@ -163,17 +163,21 @@ def test_cost_aware_forgets() -> None:
 def test_cost_aware_orders_as_its_formula_does(
     steps: list[tuple[int, int, float, bool]],
 ) -> None:
-    """The heap gives the order of (worth) x (uses, each an eighth a turnover), worked out anew."""
+    """The heaps give the order of (worth) x (uses, each a quarter a turnover, coming in counting
+    twice), and while it is calm that of the last use, worked out anew."""
     policy = CostAware[int]()
     there: dict[int, tuple[int, float, list[tuple[float, float]]]] = {}
-    age = 0.0
+    age, is_tight = 0.0, True
 
     def score(key: int) -> float:
         _, worth, uses = there[key]
-        return worth * sum(weight * float(0.125 ** (age - then)) for weight, then in uses)
+        if not is_tight:
+            return max(then for _, then in uses)
+        return worth * sum(weight * float(0.25 ** (age - then)) for weight, then in uses)
 
     def evict(nbytes: int) -> float:
-        held = sum(size for size, _, _ in there.values())
+        nonlocal is_tight
+        is_tight, held = policy.is_tight, sum(size for size, _, _ in there.values())
         left = policy.victims(nbytes, nobody)
         for key in left:
             assert score(key) <= min(map(score, there)) * (1 + 1e-9)
@@ -188,5 +192,71 @@ def test_cost_aware_orders_as_its_formula_does(
             there[key] = (there[key][0], worth, [*there[key][2], (0.5, age)])
         else:
             policy.insert(key, nbytes, worth=worth)
-            there[key] = (nbytes, worth, [(1.0, age)])
+            there[key] = (nbytes, worth, [(2.0, age)])
     evict(1 << 30)
+
+
+def calm() -> CostAware[int]:
+    """An empty policy that has seen that nothing which left was wanted again."""
+    policy = CostAware[int]()
+    for key in range(100, 120):
+        policy.insert(key, 1)
+    policy.victims(1, nobody)
+    for key in range(100, 120):
+        policy.touch(key)
+    assert not policy.is_tight
+    policy.victims(20, nobody)
+    assert not len(policy)
+    return policy
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.floats(0.1, 10.0), st.floats(0.01, 1.0), st.booleans()),
+        max_size=80,
+    )
+)
+def test_cost_aware_is_recency_while_it_is_calm(
+    steps: list[tuple[int, float, float, bool]],
+) -> None:
+    """Where nothing that left is wanted again, what was not used for longest leaves first, whatever
+    it is worth and however often it was used before."""
+    aware, lru = calm(), Lru[int]()
+    there: list[int] = []
+    for number, (place, worth, weight, is_eviction) in enumerate(steps):
+        if is_eviction:
+            left = aware.victims(2, nobody)
+            assert left == lru.victims(2, nobody)
+            there = [key for key in there if key not in left]
+        elif place < len(there):
+            aware.touch(there[place], weight, worth)
+            lru.touch(there[place])
+        else:  # a new name each time: what comes back would be pressure
+            aware.insert(number, 1, worth, weight)
+            lru.insert(number, 1)
+            there.append(number)
+
+
+@pytest.mark.parametrize(("period", "is_tight"), [(20, True), (400, False)])
+def test_cost_aware_finds_out_whether_worth_matters(period: int, is_tight: bool) -> None:
+    """Room for ten: if what had to go comes round again, worth counts; if what leaves is never
+    wanted again, it does not."""
+    policy, there = CostAware[int](), set[int]()
+    for step in range(400):
+        if len(there) == 10:
+            there.difference_update(policy.victims(1, nobody))
+        if step % period not in there:
+            policy.insert(step % period, 1)
+            there.add(step % period)
+        policy.touch(step % period)
+    assert policy.is_tight is is_tight
+
+
+def test_cost_aware_heeds_hints_while_it_is_calm() -> None:
+    """A boost counts where worth does not: what shall stay stays longer, what may go goes."""
+    policy = calm()
+    for key in range(4):
+        policy.insert(key, 1, worth=float(4 - key))
+    policy.touch(0, 0.0, boost=8.0)
+    policy.touch(3, 0.0, boost=0.1)
+    assert policy.victims(4, nobody) == [3, 1, 2, 0]
