@@ -46,7 +46,9 @@ def test_tokens_of_a_race_are_told_apart(engine: Callable[..., MiniVllm]) -> Non
     both = mini.add("both", TOKENS)
     mini.run()
     sums = mini.desk.counts.take()
-    loaded = sums["vllm:cacheflow_restore_tokens\tload"]
+    loaded = sums.get("vllm:cacheflow_restore_tokens\tload", 0.0)
+    computed = sums.get("vllm:cacheflow_restore_tokens\trecompute", 0.0)
     assert loaded == 400 - both.computed
-    if both.computed > 16:  # it did race: what was computed of the prefix is counted as well
-        assert sums["vllm:cacheflow_restore_tokens\trecompute"] == 384 - loaded
+    # On a busy machine it may not come to a race: then all of the prefix is loaded, or there is no
+    # restore.
+    assert loaded + computed in (0.0, 384.0)
