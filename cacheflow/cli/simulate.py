@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-import typer
-
+from cacheflow.cli import simulate_options as option  # noqa: TC001 - typer evaluates annotations
 from cacheflow.cli.output import AsJson, figures, print_json, progress
 from cacheflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from rich.progress import Progress
     from rich.table import Table
@@ -22,12 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-TraceFile: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Requests from a file in Mooncake's format (JSON lines).")
-]
-ReportFile: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Write an HTML page with plots here.")
-]
 _TOLD_EVERY: Final = 32
 """Requests between two movements of the bar."""
 _BATCH: Final = 4
@@ -35,62 +28,30 @@ _BATCH: Final = 4
 
 
 def simulate(
-    preset: Annotated[
-        str, typer.Option(help="GPU:MODEL, e.g. h100:llama-3.1-8b, a100x4:llama-3.1-70b.")
-    ] = "h100:llama-3.1-8b",
-    link: Annotated[
-        str,
-        typer.Option(
-            help="Links of each GPU: 25gbps, nvme, pcie4, pcie5, dram; several with a comma; "
-            "nvme@0.5 holds half of each prefix. With a trace or agents, of two links the first "
-            "is local to its GPU."
-        ),
-    ] = "25gbps",
-    uplink: Annotated[
-        str | None,
-        typer.Option(help="The last link of all GPUs meets in one pipe of this rate (400gbps)."),
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many (of a trace: at most).")] = 200,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs, each with its own scheduler.")] = 1,
-    lengths: Annotated[
-        str, typer.Option(help="Prefixes: lognormal:MEAN:SIGMA, uniform:1k:32k, 8k or 512,1k,4k.")
-    ] = "lognormal:15000:1.0",
-    suffix: Annotated[int, typer.Option(min=1, help="New tokens behind each prefix.")] = 256,
-    coverage: Annotated[float, typer.Option(help="Share of each prefix that is stored.")] = 1.0,
-    holes: Annotated[float, typer.Option(help="Probability that a stored chunk is gone.")] = 0.0,
-    load: Annotated[
-        float,
-        typer.Option(
-            help="Random arrivals, as a share of what GPUs and links together can carry; "
-            "0: all at once."
-        ),
-    ] = 0.6,
-    trace: TraceFile = None,
-    speed: Annotated[float, typer.Option(help="Play the trace this much faster.")] = 1.0,
-    agents: Annotated[
-        int, typer.Option(min=0, help="Instead: so many agent sessions with tool pauses.")
-    ] = 0,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each agent session.")] = 8,
-    policy: Annotated[
-        str, typer.Option(help="Policies to compare, with commas.")
-    ] = "recompute,load,cake,adaptive",
-    objective: Annotated[str, typer.Option(help="tail, mean, deadline or makespan.")] = "tail",
-    router: Annotated[
-        str, typer.Option(help="Of requests to GPUs: round-robin, least-work or affinity.")
-    ] = "least-work",
-    cells: Annotated[
-        str, typer.Option(help="Tokens of a tile x layers of a block; 'exact': the real grid.")
-    ] = "2048x4",
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a stored chunk.")] = 512,
-    decode_share: Annotated[
-        float, typer.Option(help="Share of the compute that decode keeps for itself.")
-    ] = 0.0,
-    failing: Annotated[float, typer.Option(help="Probability that a load fails.")] = 0.0,
-    cold: Annotated[
-        bool, typer.Option("--cold", help="Begin with cost models that know nothing.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
-    report: ReportFile = None,
+    preset: option.Preset = "h100:llama-3.1-8b",
+    link: option.Links = "25gbps",
+    uplink: option.Uplink = None,
+    requests: option.Requests = 200,
+    gpus: option.Gpus = 1,
+    lengths: option.Lengths = "lognormal:15000:1.0",
+    suffix: option.Suffix = 256,
+    coverage: option.Coverage = 1.0,
+    holes: option.Holes = 0.0,
+    load: option.Load = 0.6,
+    trace: option.TraceFile = None,
+    speed: option.Speed = 1.0,
+    agents: option.Agents = 0,
+    turns: option.Turns = 8,
+    policy: option.Policies = "recompute,load,cake,adaptive",
+    objective: option.Objective = "tail",
+    router: option.Router = "least-work",
+    cells: option.Cells = "2048x4",
+    chunk: option.Chunk = 512,
+    decode_share: option.DecodeShare = 0.0,
+    failing: option.Failing = 0.0,
+    cold: option.Cold = False,
+    seed: option.Seed = 0,
+    report: option.ReportFile = None,
     json: AsJson = False,
 ) -> None:
     """Simulate restores on modelled GPUs and links, with the scheduler that really runs.
@@ -100,15 +61,13 @@ def simulate(
     their numbers come from.
     """
     from cacheflow.cli import simulate_setup as setup
-    from cacheflow.simulation.scenario import Scenario
 
-    machine, grid = setup.machine(preset, cells)
-    scenario = Scenario(
-        machine,
+    scenario = setup.scenario(
+        preset,
+        cells,
         setup.channels(link, uplink),
         gpus=gpus,
         chunk_tokens=chunk,
-        grid=grid,
         objective=objective,
         router=router,
         warm=not cold,
@@ -116,26 +75,10 @@ def simulate(
         decode_share=decode_share,
         seed=seed,
     )
-    if trace is not None and agents:
-        raise ConfigError("--trace and --agents exclude each other")
-    jobs: list[Job] = []
-    if trace is not None:
-        workload, total = setup.replayed(trace, requests, speed)
-    elif agents:
-        workload, total = setup.agent_sessions(agents, turns, seed)
-    else:
-        workload, jobs = setup.independent(
-            scenario,
-            requests,
-            lengths,
-            suffix=suffix,
-            coverage=coverage,
-            holes=holes,
-            load=load,
-        )
-        total = requests
+    shape = setup.Shape(requests, lengths, suffix, coverage, holes, load)
+    workload, total, jobs = setup.workload(scenario, shape, trace, speed, agents, turns)
     settings = {
-        "preset": machine.name,
+        "preset": scenario.machine.name,
         "link": link + (f" in {uplink}" if uplink else ""),
         "gpus": gpus,
         "workload": workload.name,
@@ -143,8 +86,9 @@ def simulate(
         "cells": cells,
         "seed": seed,
     }
-    asked = _Asked(scenario, workload, total, jobs, settings)
-    runs = _compare(asked, setup.policies(policy), report)
+    runs = _compare(
+        _Asked(scenario, workload, total, jobs, settings), setup.policies(policy), report
+    )
     if json:
         print_json({"settings": settings, "policies": [run.summary.as_json() for run in runs]})
     else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from cacheflow.errors import ConfigError
 from cacheflow.scheduling import load_policy
 from cacheflow.simulation.agents import Agents, AgentSettings
 from cacheflow.simulation.presets import load_link, load_machine
-from cacheflow.simulation.scenario import Channel, mean_gap
+from cacheflow.simulation.scenario import Channel, Scenario, mean_gap
 from cacheflow.simulation.traces import load_trace
 from cacheflow.simulation.workloads import Synthetic, parse_lengths, poisson, synthetic
 from cacheflow.types import TileGrid
@@ -17,21 +17,35 @@ from cacheflow.types import TileGrid
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cacheflow.simulation.hardware import Machine
     from cacheflow.simulation.jobs import Job, Workload
-    from cacheflow.simulation.scenario import Scenario
 
-__all__ = ["agent_sessions", "channels", "independent", "machine", "policies", "replayed"]
+__all__ = ["Shape", "channels", "policies", "scenario", "workload"]
 
 
-def machine(preset: str, cells: str) -> tuple[Machine, TileGrid]:
-    """``cells``: ``2048x4`` (tokens of a tile x layers of a block) or ``exact`` (the real grid)."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Independent requests. ``load`` 0: all at once."""
+
+    requests: int
+    lengths: str
+    suffix: int
+    coverage: float
+    holes: float
+    load: float
+
+
+def scenario(preset: str, cells: str, links: tuple[Channel, ...], **settings: Any) -> Scenario:
+    """``cells``: ``2048x4`` (tokens of a tile x layers of a block) or ``exact`` (the real grid);
+    ``settings``: the other fields of :class:`Scenario`."""
     if cells == "exact":
-        return load_machine(preset, layers_per_block=1), TileGrid()
+        return Scenario(
+            load_machine(preset, layers_per_block=1), links, grid=TileGrid(), **settings
+        )
     tile, times, layers = cells.partition("x")
     if not (times and tile.isdecimal() and layers.isdecimal() and int(tile) and int(layers)):
         raise ConfigError(f"--cells {cells!r} is neither TOKENSxLAYERS such as 2048x4 nor 'exact'")
-    return load_machine(preset, layers_per_block=int(layers)), TileGrid(head=(), tail=int(tile))
+    machine = load_machine(preset, layers_per_block=int(layers))
+    return Scenario(machine, links, grid=TileGrid(head=(), tail=int(tile)), **settings)
 
 
 def channels(text: str, uplink: str | None) -> tuple[Channel, ...]:
@@ -65,39 +79,34 @@ def policies(text: str) -> list[str]:
     return names
 
 
-def replayed(path: Path, limit: int, speed: float) -> tuple[Workload, int]:
-    """A trace and how many requests it has."""
-    workload = load_trace(path, limit=limit, speed=speed)
-    return workload, len(workload.first())
+def workload(
+    scenario: Scenario, shape: Shape, trace: Path | None, speed: float, agents: int, turns: int
+) -> tuple[Workload, int, list[Job]]:
+    """Requests from a trace, of agent sessions or independent ones; how many; and the jobs, where
+    none depends on another's end."""
+    if trace is not None and agents:
+        raise ConfigError("--trace and --agents exclude each other")
+    if trace is not None:
+        replayed = load_trace(trace, limit=shape.requests, speed=speed)
+        return replayed, len(replayed.first()), []
+    if agents:
+        sessions = Agents(AgentSettings(sessions=agents, turns=turns), scenario.seed)
+        return sessions, len(sessions), []
+    jobs = _independent(scenario, shape)
+    how = f"at load {shape.load:g}" if shape.load else "all at once"
+    return Synthetic(f"{len(jobs)} requests {how}", jobs), len(jobs), jobs
 
 
-def agent_sessions(sessions: int, turns: int, seed: int) -> tuple[Workload, int]:
-    """Agent sessions and how many requests they make."""
-    workload = Agents(AgentSettings(sessions=sessions, turns=turns), seed)
-    return workload, len(workload)
-
-
-def independent(
-    scenario: Scenario,
-    requests: int,
-    lengths: str,
-    *,
-    suffix: int,
-    coverage: float,
-    holes: float,
-    load: float,
-) -> tuple[Workload, list[Job]]:
-    """Synthetic requests: at random with ``load``, or all at once if that is 0."""
+def _independent(scenario: Scenario, shape: Shape) -> list[Job]:
     jobs = synthetic(
-        requests,
-        parse_lengths(lengths),
+        shape.requests,
+        parse_lengths(shape.lengths),
         chunk_tokens=scenario.chunk_tokens,
-        suffix_tokens=suffix,
-        coverage=coverage,
-        holes=holes,
+        suffix_tokens=shape.suffix,
+        coverage=shape.coverage,
+        holes=shape.holes,
         seed=scenario.seed,
     )
-    if load:
-        jobs = poisson(jobs, mean_gap(scenario, jobs, load), scenario.seed)
-    how = f"at load {load:g}" if load else "all at once"
-    return Synthetic(f"{len(jobs)} requests {how}", jobs), jobs
+    if shape.load:
+        return poisson(jobs, mean_gap(scenario, jobs, shape.load), scenario.seed)
+    return jobs
