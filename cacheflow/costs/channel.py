@@ -113,6 +113,16 @@ class ChannelModel:
         return self._latency
 
     @property
+    def is_guess(self) -> bool:
+        """One load alone was seen: all it took is put down to bandwidth."""
+        return self._fit.seen == 1
+
+    @property
+    def typical_bytes(self) -> float:
+        """How large loads have been lately."""
+        return self._unit
+
+    @property
     def depth(self) -> int:
         """Loads of the usual size in flight that keep the channel busy."""
         if self._per_byte is None or not self._unit:
@@ -167,6 +177,11 @@ class ChannelModel:
         if total and (self._fresh or count > len(self._in_flight)):
             self._close()
         self._fresh = False
+
+    def over_expected(self, load_id: int, now: float) -> float:
+        """What a load that ends now took over what was expected when it began (1 if unknown)."""
+        start, expected = self._begun.get(load_id, (now, None))
+        return max(now - start, _LEAST_SECONDS) / expected if expected else 1.0
 
     def _stall(self, start: float, since: float) -> float:
         """Share of a latency that a load ended just now made the channel wait (0 to 1)."""
@@ -296,6 +311,12 @@ class ChannelModel:
         if self._per_byte is None:
             return None
         return ChannelProfile(self._latency, self._per_byte, self._unit)
+
+    def doubt(self) -> None:
+        """Trust what is known no more than if it had been kept from another process."""
+        if (profile := self.profile()) is not None:
+            self._bytes = self._busy = 0.0
+            self.prime(profile)
 
     def prime(self, profile: ChannelProfile) -> None:
         """Begin with what was known once. A handful of loads outweighs it."""

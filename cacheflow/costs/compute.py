@@ -113,6 +113,11 @@ class ComputeModel:
         rates = self._fit.rates
         return None if rates is None else ComputeProfile(*rates, typical=self._typical)
 
+    def doubt(self) -> None:
+        """Trust what is known no more than if it had been kept from another process."""
+        if (profile := self.profile()) is not None:
+            self.prime(profile)
+
     def prime(self, profile: ComputeProfile) -> None:
         """Begin with what was known once. A handful of observations outweighs it."""
         launch = profile.launch / profile.typical

@@ -62,13 +62,13 @@ class Fit:
         "_patience",
         "_quiet",
         "_run",
-        "_seen",
         "_share",
         "_side",
         "_spread",
         "_sums",
         "_unit",
         "rates",
+        "seen",
     )
 
     def __init__(
@@ -87,7 +87,7 @@ class Fit:
         """Replaced as a whole, so that another thread always reads three that belong together."""
         self._sums = (0, 0.0, 0.0, 0.0, 0.0, 0.0)
         """Observations set aside: count, features, seconds, age."""
-        self._run = self._side = self._seen = 0
+        self._run = self._side = self.seen = 0
         self._mild = 1.0
 
     def start(self, unit: Three, share: Three, cov: Six | None = None) -> None:
@@ -95,7 +95,7 @@ class Fit:
         self._unit, self._share = unit, share
         self._cov = self._spread if cov is None else cov
         self._sums = (0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        self._run = self._seen = 0
+        self._run = self.seen = 0
         self.rates = (unit[0] * share[0], unit[1] * share[1], unit[2] * share[2])
 
     def observe(self, f0: float, f1: float, f2: float, seconds: float, age: float = 1.0) -> float:
@@ -107,8 +107,8 @@ class Fit:
         assert rates is not None, "start() comes first"
         expected = rates[0] * f0 + rates[1] * f1 + rates[2] * f2
         ratio = seconds / expected
-        if self._seen < _SETTLED:
-            self._seen += 1
+        if self.seen < _SETTLED:
+            self.seen += 1
             self._update(f0, f1, f2, expected, ratio, 1, age)
         elif -self._quiet < ratio - 1.0 < self._quiet:
             # Costs are linear, so sums of observations are observations.

@@ -232,6 +232,7 @@ class BatchScheduler(Ranking):
         """May the compute thread push ``work`` through ``layer``? Thread-safe, microseconds."""
         with self._gate:
             now = self._clock.now()
+            self._outlook.layer_ended(now)
             frontier = self._requests.get(work.request_id)
             answer = Claim.REFUSED
             begins = layer == work.first_layer
@@ -367,7 +368,7 @@ class BatchScheduler(Ranking):
     def loaded(self, load: Load, layers: int, now: float) -> None:
         """The load was published (``layers``: what :meth:`commit` granted)."""
         with self._gate:
-            self._outlook.channel(load.channel).ended(load.id, now, delivered=True)
+            self._outlook.ended(load, now, delivered=True)
             frontier = self._requests.get(load.request_id)
             if frontier is not None:
                 frontier.landed(load, layers)
@@ -377,7 +378,7 @@ class BatchScheduler(Ranking):
     def failed(self, load: Load, now: float, *, chunks: Sequence[int], late: bool = False) -> None:
         """The load failed for ``chunks``; ``late``: its channel is not to be waited for again."""
         with self._gate:
-            self._outlook.channel(load.channel).ended(load.id, now, delivered=False)
+            self._outlook.ended(load, now, delivered=False)
             frontier = self._requests.get(load.request_id)
             if frontier is not None:
                 frontier.lost(load, chunks)

@@ -187,7 +187,8 @@ class Expectations(Sharing):
 
     def _patience(self, now: float) -> float:
         """How far loads may fall behind before a recompute that was not worth starting starts."""
-        if self.begun or self.policy.begin(self._gain(now)):
+        begins = self.begun or self._outlook.was_surprised
+        if begins or self.policy.begin(self._gain(now)):
             return 0.0
         return 2 * max(
             (self._outlook.transfer_seconds(c, self._before(c)) for c in self._strides),

@@ -83,7 +83,7 @@ class Frontier(Loading):
             state = self.tiles[t]
             state.low = layer + 1
             state.ready |= 1 << layer
-            self.begun = True
+            self.begun = self.begun or not self._outlook.compute_stale(now)
             self._refresh(t)
         return answer
 
@@ -194,7 +194,12 @@ class Frontier(Loading):
         compute = None if cost is None else cost * (target - layer + 1) * self._price(state, target)
         left = self.loads_left(now)
         patient = left is not None and left < self._patience(now)
-        self.leaves = patient or not self._sooner(compute, left, now)
+        if self._outlook.compute_stale(now):
+            # One layer tells what compute is worth now: nothing is lost if it ends before loads do.
+            late = None if left is None else left * self._outlook.lateness(self._strides)
+            self.leaves = not self.policy.compute(cost, late)
+        else:
+            self.leaves = patient or not self._sooner(compute, left, now)
         return not self.leaves or self._stalled(now)
 
     def _price(self, state: TileState, target: int) -> float:

@@ -160,7 +160,8 @@ class Loading(Feeding):
                 low -= 1
             nbytes = stride * (top - low + 1)
             load = self._outlook.load_seconds(channel, nbytes, now)
-            if self.policy.load(load, self._reached(channel, t, low, now)):
+            probes = self.policy.hedges and self._outlook.is_probing(channel, nbytes)
+            if probes or self.policy.load(load, self._reached(channel, t, low, now)):
                 return Reach(t, Span(low, top + 1), chunks, nbytes)
             if top == low:
                 break

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.costs import ChannelModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from cacheflow.costs import ComputeModel
-    from cacheflow.types import Tile
+    from cacheflow.types import Load, Tile
 
 __all__ = ["Outlook", "Work"]
 
@@ -25,6 +25,17 @@ _DEPTH_SECONDS: Final = 0.02
 """Loads in flight should cover this much of a channel's time, so that it never runs dry."""
 _DEPTH_SHARE: Final = 0.6
 """... but no more than this of what a request has left: what is in flight cannot be taken back."""
+_UNIT_SHARE: Final = 0.125
+"""One load carries at most this share of what is left, where ``least_seconds`` would be more."""
+_GUESS_SHARE: Final = 0.5
+"""The same behind the very first load: only a larger one tells latency from bandwidth."""
+_FRESH_SECONDS: Final = 60.0
+"""What was observed longer ago is worth no more than a profile from a file: a first observation
+that is faster outweighs it. A slower one does not: after a pause the first often is, and of a link
+it may be latency or bandwidth."""
+_FASTER: Final = 0.67
+"""Of what was expected: below this an observation contradicts it."""
+_INFINITE: Final = float("inf")
 
 
 @dataclass(slots=True)
@@ -86,6 +97,12 @@ class Outlook:
         self._claim_ahead = claim_ahead
         self._current: Tile | None = None
         self._claimed_at = 0.0
+        self._ended = True
+        self._observed_at = -_INFINITE
+        self.was_surprised = False
+        """Compute was faster than believed when old knowledge was tried last."""
+        self._delivered_at: dict[str, float] = {}
+        self._late: dict[str, float] = {}
         self._streak = 0
 
     def channel(self, name: str) -> ChannelModel:
@@ -122,25 +139,61 @@ class Outlook:
             return None
         return rates[0] * work.count + rates[1] * work.linear + rates[2] * work.attention
 
+    def layer_ended(self, now: float) -> None:
+        """The compute thread is out of the layer that it claimed last: learn from it."""
+        if self._ended or self._current is None:
+            return
+        self._ended = True
+        if self._streak > self._claim_ahead:
+            self._learn(self._current, now - self._claimed_at, now)
+        self._streak += 1
+
+    def _learn(self, tile: Tile, seconds: float, now: float) -> None:
+        """One layer of ``tile`` took ``seconds``: old knowledge is doubted if it was faster."""
+        expected = self.compute.layer_seconds(tile) or 0.0
+        if self.compute_stale(now):
+            self.was_surprised = seconds < _FASTER * expected
+            if self.was_surprised:
+                self.compute.doubt()
+        self.compute.observe(tile, seconds)
+        self._observed_at = now
+
     def claimed(self, tile: Tile | None, now: float) -> None:
-        """The compute thread begins a layer of ``tile`` (None: it stops); learns from the last."""
-        if self._current is not None:
-            if self._streak > self._claim_ahead:
-                self.compute.observe(self._current, now - self._claimed_at)
-            self._streak += 1
+        """The compute thread begins a layer of ``tile`` (None: it stops)."""
+        self.layer_ended(now)
         if tile is None or tile != self._current:
             self._streak = 1
         self._current = tile
         self._claimed_at = now
+        self._ended = False
+
+    def compute_stale(self, now: float) -> bool:
+        """Whether what is known of compute comes from another process, or from a while ago."""
+        return now - self._observed_at > _FRESH_SECONDS
 
     def current_left(self, now: float) -> float:
         """Seconds until the layer being computed is done."""
-        if self._current is None:
+        if self._current is None or self._ended:
             return 0.0
         cost = self.compute.layer_seconds(self._current) or 0.0
         return max(0.0, self._claimed_at + cost - now)
 
     # -- loads ---------------------------------------------------------------------------------
+
+    def ended(self, load: Load, now: float, *, delivered: bool) -> None:
+        """A load ended; its channel's model learns from it."""
+        model = self.channel(load.channel)
+        if delivered:
+            self._late[load.channel] = ratio = model.over_expected(load.id, now)
+            old = now - self._delivered_at.get(load.channel, -_INFINITE) > _FRESH_SECONDS
+            if old and ratio < _FASTER:
+                model.doubt()
+            self._delivered_at[load.channel] = now
+        model.ended(load.id, now, delivered=delivered)
+
+    def lateness(self, channels: Iterable[str]) -> float:
+        """How many times longer than expected the latest load of any took; at least 1."""
+        return max([1.0, *(self._late.get(name, 1.0) for name in channels)])
 
     def load_seconds(self, channel: str, nbytes: int, now: float) -> float | None:
         """Seconds until ``nbytes`` more, asked for now, would be there."""
@@ -185,6 +238,11 @@ class Outlook:
         seconds += model.latency
         return model.in_flight < 2 or model.in_flight_bytes < bandwidth * seconds
 
+    def is_probing(self, channel: str, nbytes: int) -> bool:
+        """Whether ``nbytes`` more would tell latency from bandwidth; compute may overtake them."""
+        model = self.channel(channel)
+        return model.is_guess and not model.in_flight and nbytes > model.typical_bytes
+
     def unit_layers(
         self, channel: str, stride: int, free: int, parts: int, least_seconds: float
     ) -> int:
@@ -197,7 +255,8 @@ class Outlook:
         if not bandwidth:
             return 1
         left = model.in_flight_bytes + free
-        nbytes = max(left / parts, min(bandwidth * least_seconds, left * 0.125))
+        share = _GUESS_SHARE if model.is_guess else _UNIT_SHARE
+        nbytes = max(left / parts, min(bandwidth * least_seconds, left * share))
         nbytes = min(nbytes, self.max_load_bytes)
         return max(1, int(nbytes / stride))
 
