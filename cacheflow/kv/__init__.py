@@ -5,7 +5,7 @@ from __future__ import annotations
 from cacheflow.kv.auth import ChunkAuth
 from cacheflow.kv.checksums import checksum, wsum
 from cacheflow.kv.chunk import Stamp, check_layout, check_stamp, restamp, seal, verify, verify_heads
-from cacheflow.kv.coding import decode_layers
+from cacheflow.kv.coding import decode_layers, import_coders
 from cacheflow.kv.header import (
     CHUNK_FORMAT,
     MAX_HEADER_BYTES,
@@ -54,6 +54,7 @@ __all__ = [
     "extend_keys",
     "format_name",
     "header_size",
+    "import_coders",
     "key_root",
     "make_grid_id",
     "model_id",

@@ -17,7 +17,7 @@ from cacheflow.types import PAGE, ChunkInfo, Codec, KVLayout, Span
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["decode_layers", "encode_payload"]
+__all__ = ["decode_layers", "encode_payload", "import_coders"]
 
 _Encoder: TypeAlias = "Callable[[KVLayout, int, memoryview], bytes | bytearray | None]"
 _Decoder: TypeAlias = "Callable[[KVLayout, int, memoryview, memoryview], None]"
@@ -27,6 +27,12 @@ _CODERS: Final[Mapping[Codec, tuple[_Encoder, _Decoder]]] = {
     Codec.INT8: (encode_int8, decode_int8),
     Codec.FP8: (encode_fp8, decode_fp8),
 }
+
+
+def import_coders() -> None:
+    """Import what codecs need: it takes seconds, and a store's deadline is no place for that."""
+    import torch  # noqa: F401
+    import zstandard  # noqa: F401
 
 
 def encode_payload(codec: Codec, layout: KVLayout, heads: int, payload: memoryview) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from cacheflow.errors import ConfigError
+from cacheflow.kv import import_coders
 from cacheflow.registry import load_backend
 from cacheflow.tiers.departures import Departures, departures_path
 from cacheflow.tiers.encoded import Encoded
@@ -61,6 +62,7 @@ async def open_tiers(
         asked = value if tier.eviction == "cost-aware" else FLAT
         opened = await front(guarded, tier, clock=clock, observer=told, value=asked)
         if tier.codec is not Codec.RAW:
+            await asyncio.to_thread(import_coders)
             opened = Encoded(opened, tier.codec, stamp)
         stack.push_async_callback(opened.aclose)
         tiers[tier.name] = opened

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -171,3 +173,27 @@ def test_better_copies_replace_others() -> None:
     assert rank_here(Rank.CANONICAL, Codec.INT8) is Rank.LOSSY
     assert rank_here(Rank.CANONICAL, Codec.ZSTD) is Rank.CANONICAL
     assert rank_here(Rank.NONE, Codec.FP8) is Rank.NONE
+
+
+def test_opening_a_tier_imports_what_coding_needs() -> None:
+    """The first store does not wait for imports: they may take longer than its deadline."""
+    script = (
+        "import asyncio, sys\n"
+        "from contextlib import AsyncExitStack\n"
+        "from cacheflow import Settings\n"
+        "from cacheflow.clock import SystemClock\n"
+        "from cacheflow.kv import Stamp\n"
+        "from cacheflow.tiers.opening import open_tiers\n"
+        "from cacheflow.tiers.value import FLAT\n"
+        "async def main(codec):\n"
+        "    tier = {'name': 'm', 'backend': 'dram', 'codec': codec}\n"
+        "    async with AsyncExitStack() as stack:\n"
+        "        settings = Settings(tiers=[tier], keep_costs=False)\n"
+        "        await open_tiers(\n"
+        "            settings, stack, FLAT, Stamp(), SystemClock(), lambda event: None\n"
+        "        )\n"
+        "    return sorted({'torch', 'zstandard'} & sys.modules.keys())\n"
+        "print(*asyncio.run(main('zstd')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["torch", "zstandard"], done.stderr
