@@ -106,6 +106,19 @@ class StoreFolder:
                 f"use the matching version of CacheFlow or another folder"
             )
 
+    def check_no_links(self) -> None:
+        """Whoever may link a folder of ours to elsewhere has us write and remove files there.
+
+        Raises:
+            ConfigError: one of the store's own folders is a link.
+        """
+        for folder in (self.objects, self.temporary, *(self.objects / fan for fan in self._fans())):
+            if folder.is_symlink():
+                raise ConfigError(
+                    f"{folder} is a link, and a store's own folders have to lie in it; to keep the "
+                    f"store elsewhere, move all of it and give that path"
+                )
+
     def manifest(self) -> bytes:
         """The manifest of a new store."""
         return json.dumps({"kind": "cacheflow-store", "format": FOLDER_FORMAT}).encode() + b"\n"
@@ -145,6 +158,8 @@ class StoreFolder:
         """Every file whose name and place are an object's, by name alone; strings, as there may be
         a hundred thousand."""
         for fan in self._fans():
+            if (self.objects / fan).is_symlink():
+                continue
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 for name in os.listdir(self.objects / fan):  # noqa: PTH208 - names only
                     if (key := _key(fan, name)) is not None:
@@ -159,6 +174,8 @@ class StoreFolder:
     def _files_in(self, fan: str) -> Iterator[FoundFile]:
         folder = self.objects / fan
         try:
+            if folder.is_symlink():
+                raise NotADirectoryError  # whatever it leads to
             entries = os.scandir(folder)
         except NotADirectoryError:
             found = folder.lstat()

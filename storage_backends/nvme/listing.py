@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -52,9 +53,12 @@ class Listing:
     def _fan(self, fan: str) -> dict[str, list[str]]:
         path = f"{self._folder.objects}/{fan}"
         try:
-            changed = os.stat(path).st_mtime_ns
+            there = os.lstat(path)
         except FileNotFoundError:
             return {}
+        if not stat.S_ISDIR(there.st_mode):
+            return {}
+        changed = there.st_mtime_ns
         known = self._known.get(fan)
         if known is not None and known[0] == changed:
             return known[1]

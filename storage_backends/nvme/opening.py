@@ -36,7 +36,8 @@ async def prepare(folder: StoreFolder, options: NvmeOptions, threads: IoThreads)
     """Check ``folder`` or make it; True if it can be written.
 
     Raises:
-        ConfigError: it is no store and cannot become one, or one of another version.
+        ConfigError: it is no store and cannot become one, one of another version, or one whose
+            folders are links.
         IntegrityError: its manifest is damaged.
     """
     if await threads.run(lambda: folder.check_is_free_or_ours(options.create)):
@@ -44,6 +45,7 @@ async def prepare(folder: StoreFolder, options: NvmeOptions, threads: IoThreads)
     else:
         await threads.run(folder.make)
         await threads.run(lambda: _write_manifest(folder))
+    await threads.run(folder.check_no_links)
     if options.direct == "on":
         await threads.run(lambda: _insist_on_direct(folder))
     is_writable: bool = await threads.run(lambda: os.access(folder.root, os.W_OK))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheflow.costs import COSTS_FILE, ChannelProfile, CostStore
+from cacheflow.errors import ConfigError
 from cacheflow.kv import format_name, parse_name
 from cacheflow.registry import load_backend
 from cacheflow.storage_backends.object_store.names import key_of, path_of
@@ -163,3 +164,24 @@ async def test_files_that_are_no_objects_are_left_alone(tmp_path: Path) -> None:
         assert secret.read_bytes() == make_object(1).data
     finally:
         await backend.aclose()
+
+
+@pytest.mark.allow_blocking  # the test itself makes files
+async def test_linked_folders_of_a_store_are_not_followed(tmp_path: Path) -> None:
+    """A folder of objects that is a link is refused at open; one that becomes a link later is
+    neither listed nor emptied."""
+    root, outside, stored = tmp_path / "store", tmp_path / "outside", make_object(0)
+    kind = load_backend("nvme")
+    backend = await kind.open({"path": str(root), "create": True})
+    try:
+        await backend.store([stored.write()])
+        [where] = [path for path in root.rglob("*") if path.name == format_name(stored.key)]
+        where.parent.rename(outside)
+        where.parent.symlink_to(outside)
+        assert [info.key async for info in backend.scan()] == []
+        assert await backend.lookup([stored.key.chunk]) == [[]]
+        assert (outside / where.name).exists()
+    finally:
+        await backend.aclose()
+    with pytest.raises(ConfigError, match="is a link"):
+        await kind.open({"path": str(root)})
