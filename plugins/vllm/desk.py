@@ -127,13 +127,12 @@ class Desk:
                 self._try_jump(restore)
 
     def _try_jump(self, restore: Restore) -> None:
-        request, found, progress = restore.request, restore.found, restore.progress
+        request, found, block = restore.request, restore.found, self.limits.block
         assert found is not None
-        assert progress is not None
-        done, end = request.num_computed_tokens, found.top * self.limits.block
-        if done < end and progress.low * self.limits.block > done:
+        done, end = request.num_computed_tokens, found.top * block
+        if done < end and restore.low(done, block) * block > done:
             return
-        computed = min(done, end) - restore.first * self.limits.block
+        computed = min(done, end) - restore.first * block
         self.counts.add("restore_tokens", "recompute", amount=max(computed, 0))
         if done >= end:
             self.counts.add("restores", "computed")

@@ -69,6 +69,14 @@ class Restore:
     blocks: int = 0
     """Blocks compute may take in this step; WHOLE: as many as it likes."""
 
+    def low(self, computed: int, block: int) -> int:
+        """The first block that loads bring, with ``computed`` tokens done or given to a step. In a
+        race a block that compute has begun is compute's, whatever the last report says: where
+        steps are scheduled ahead it may be older than the claim that had the load refused."""
+        assert self.progress is not None
+        begun = -(-computed // block) if self.phase is Phase.RACING else 0
+        return max(self.progress.low, begun)
+
     def view(self, computed: int, limits: Limits) -> View:
         """As the planner sees it, with ``computed`` tokens done."""
         found, progress = self.found, self.progress
@@ -79,7 +87,7 @@ class Restore:
             tokens=self.request.num_tokens,
             block=limits.block,
             top=found.top,
-            low=progress.low,
+            low=self.low(computed, limits.block),
             bottom=progress.low if progress.dead else found.bottom,
             block_seconds=progress.block_seconds,
             first_seconds=progress.first_seconds,

@@ -95,7 +95,7 @@ class Restoring:
         assert self.found is not None
         with self.lock:
             low = self.found.top
-            while low - 1 in self.landed:
+            while self._is_there(low - 1):
                 low -= 1
             self.low = low
 
@@ -108,6 +108,11 @@ class Restoring:
                 if held is not None:
                     held.release()
             self.landed.clear()
+
+    def _is_there(self, block: int) -> bool:
+        """Whether compute may count on it: in place, or before there is one, verified. A block that
+        is still being copied is not there, though a later one may be."""
+        return block in self.landed and (self.targets is None or self.landed[block] is None)
 
     def _target(self, block: int) -> int | None:
         """Block id to copy ``block`` to, if it is known and compute has not claimed it."""

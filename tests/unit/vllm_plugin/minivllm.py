@@ -298,7 +298,11 @@ class MiniVllm:
         that is still to be carried out puts it there."""
         pieces = [p for _, pieces in self.under_way for p in pieces if p.request is request]
         first = min((piece.start for piece in pieces), default=request.num_computed_tokens)
+        aims = (ids for orders, _ in self.under_way for _, ids in orders.targets.values())
+        still_to_be_placed, table = set().union(*aims), self.tables[request.request_id]
         for position in range(first):
+            if table[position // BLOCK] in still_to_be_placed:
+                continue
             for layer in range(LAYOUT.num_layers):
                 row = self._row(request, layer, position)
                 assert bool((row == value(request, layer, position)).all()), position
