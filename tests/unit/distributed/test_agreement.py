@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from functools import partial
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 LAYERS = 6
 STRIDE = 1 << 16
-SCHEDULES = 1000
+SCHEDULES = 1000 if os.environ.get("CACHEFLOW_FULL") == "1" else 100
 FULL = (1 << LAYERS) - 1
 
 
@@ -100,9 +101,9 @@ class Schedule:
         assert self.play.finished_at.keys() == {spec.id for spec in self.specs}
 
 
-def test_a_thousand_random_schedules_never_diverge() -> None:
+def test_random_schedules_never_diverge() -> None:
     """Failures, holes, hung and late loads on any rank: all compute the same in the same order,
-    and every request is completed."""
+    and every request is completed. A tenth of the thousand schedules of ``CACHEFLOW_FULL=1``."""
     seen: Counter[str] = Counter()
     for seed in range(SCHEDULES):
         schedule = Schedule(seed)

@@ -274,21 +274,20 @@ async def test_an_engine_failure_reaches_its_request_only() -> None:
 async def test_cancel_at_every_await_leaves_nothing() -> None:
     """Cancelled after any number of loop steps: no lease, task, claim or hidden state is left."""
     finished = 0
-    for steps in range(400):
-        async with rig() as r:
-            await r.fill(len(TOKENS), holes=[9])
+    async with rig() as r:
+        await r.fill(len(TOKENS), holes=[9])
+        for steps in range(400):
             await r.engine.open("r", TOKENS)
             task = asyncio.create_task(r.run("load" if steps % 2 else "adaptive"))
             for _ in range(steps):
                 await asyncio.sleep(0)
-            if task.done():
-                finished += 1
+            finished += task.done()
             task.cancel()
             await asyncio.wait([task])
             r.assert_nothing_is_left()
             await r.engine.close("r")
-        if finished > 3:
-            break
+            if finished > 3:
+                break
 
 
 async def test_cancel_while_a_layer_runs_waits_for_that_layer_only() -> None:
