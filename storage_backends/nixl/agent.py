@@ -26,6 +26,7 @@ __all__ = [
     "INSTALL",
     "Agent",
     "Range",
+    "Transfers",
     "UcxAgent",
     "Way",
     "device_of",
@@ -86,7 +87,32 @@ class Agent(Protocol):
         ...
 
 
-class UcxAgent:
+class Transfers:
+    """What becomes of transfers is told alike by all of NIXL's drivers."""
+
+    _agent: Any
+
+    def _started(self, handle: Any) -> object:
+        """``handle``, under way."""
+        try:
+            self._agent.transfer(handle)
+        except BaseException:
+            with contextlib.suppress(Exception):  # it may be active for all that NIXL knows
+                handle.release()  # now: else it does so by itself whenever, on whatever thread
+            raise
+        return handle
+
+    def has_ended(self, transfer: object) -> bool:
+        state = self._agent.check_xfer_state(transfer)
+        if state == "ERR":
+            raise BackendError("NIXL says ERR", operation="transfer", is_temporary=True)
+        return bool(state == "DONE")
+
+    def release(self, transfer: object) -> None:
+        self._agent.release_xfer_handle(transfer)
+
+
+class UcxAgent(Transfers):
     """An :class:`Agent` over UCX, which picks the transport (``UCX_TLS`` in the environment).
 
     Raises:
@@ -131,22 +157,7 @@ class UcxAgent:
         local = self._agent.get_xfer_descs([(*each, device) for each in ours], segment(kind))
         remote = self._agent.get_xfer_descs([(*each, 0) for each in theirs], "DRAM")
         handle = self._agent.initialize_xfer(way, local, remote, peer)
-        try:
-            self._agent.transfer(handle)
-        except BaseException:
-            with contextlib.suppress(Exception):  # it may be active for all that NIXL knows
-                handle.release()  # now: else it does so by itself whenever, on whatever thread
-            raise
-        return handle
-
-    def has_ended(self, transfer: object) -> bool:
-        state = self._agent.check_xfer_state(transfer)
-        if state == "ERR":
-            raise BackendError("NIXL says ERR", operation="transfer", is_temporary=True)
-        return bool(state == "DONE")
-
-    def release(self, transfer: object) -> None:
-        self._agent.release_xfer_handle(transfer)
+        return self._started(handle)
 
     def progress(self) -> None:
         self._agent.get_new_notifs()

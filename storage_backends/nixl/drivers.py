@@ -8,7 +8,6 @@ it opening says so.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from cacheflow.errors import BackendError, ConfigError
-from cacheflow.storage_backends.nixl.agent import device_of, import_api, segment
+from cacheflow.storage_backends.nixl.agent import Transfers, device_of, import_api, segment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +74,7 @@ class _Opened:
     registered: object
 
 
-class StorageAgent:
+class StorageAgent(Transfers):
     """An :class:`~cacheflow.storage_backends.nixl.agent.Agent` whose peers are files or objects.
 
     Raises:
@@ -152,22 +151,7 @@ class StorageAgent:
         remote = self._agent.get_xfer_descs([(*each, number) for each in theirs], self._segment)
         plugin = [self._driver.plugin]
         handle = self._agent.initialize_xfer(way, local, remote, self._name, backends=plugin)
-        try:
-            self._agent.transfer(handle)
-        except BaseException:
-            with contextlib.suppress(Exception):  # it may be active for all that NIXL knows
-                handle.release()  # now: else it does so by itself whenever, on whatever thread
-            raise
-        return handle
-
-    def has_ended(self, transfer: object) -> bool:
-        state = self._agent.check_xfer_state(transfer)
-        if state == "ERR":
-            raise BackendError("NIXL says ERR", operation="transfer", is_temporary=True)
-        return bool(state == "DONE")
-
-    def release(self, transfer: object) -> None:
-        self._agent.release_xfer_handle(transfer)
+        return self._started(handle)
 
     def progress(self) -> None:
         """No peer waits for us."""

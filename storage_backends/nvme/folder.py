@@ -168,20 +168,16 @@ class StoreFolder:
     def files(self) -> Iterator[FoundFile]:
         """Every file below ``objects``, whatever it is; folders are looked into once."""
         for fan in self._fans():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 yield from self._files_in(fan)
 
     def _files_in(self, fan: str) -> Iterator[FoundFile]:
         folder = self.objects / fan
-        try:
-            if folder.is_symlink():
-                raise NotADirectoryError  # whatever it leads to
-            entries = os.scandir(folder)
-        except NotADirectoryError:
-            found = folder.lstat()
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode):  # a link, too, whatever it leads to
             yield FoundFile(folder, None, found.st_size, found.st_mtime)
             return
-        with entries:
+        with os.scandir(folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)

@@ -54,6 +54,32 @@ async def ask(
     return [token async for token in made], report
 
 
+async def cold_runs(
+    flow: CacheFlow, prompt: Sequence[int], endings: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """What is said after ``prompt`` and each ending where nothing is stored or kept."""
+    cold = []
+    for ending in endings:
+        alone = flow.session("alone")
+        cold.append((await ask(alone, [*prompt, *ending], policy="recompute", save=False))[0])
+        await alone.forget()
+    return cold
+
+
+async def ask_all(
+    branches: Sequence[Session], prompt: Sequence[int], endings: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], list[Generation], int]:
+    """Each branch with its ending, at once: tokens, reports, and cells restored by all of them."""
+    asked = [
+        ask(branch, [*prompt, *ending], save=False)
+        for branch, ending in zip(branches, endings, strict=True)
+    ]
+    tokens, reports = zip(*await asyncio.gather(*asked), strict=True)
+    done = [report.restoration for report in reports if report.restoration is not None]
+    cells = sum(d.recomputed_cells + sum(d.loaded_cells.values()) for d in done)
+    return list(tokens), list(reports), cells
+
+
 async def test_logits_are_the_same_whoever_decodes_beside(model_folder: Path) -> None:
     """In float32 the logits of a step are bit-equal alone and among seven others, whether they
     share pages or not."""
@@ -82,11 +108,7 @@ async def test_eight_branches_restore_their_prefix_once(model_folder: Path) -> N
     memory: nothing is, and one last page a branch is all that is added."""
     prompt, endings = text(384), [text(9, i) for i in range(8)]
     async with opened(model_folder) as (flow, engine):
-        cold = []
-        for ending in endings:
-            alone = flow.session("alone")
-            cold.append((await ask(alone, prompt + ending, policy="recompute", save=False))[0])
-            await alone.forget()
+        cold = await cold_runs(flow, prompt, endings)
         root = flow.session("root")
         await root.prefetch(prompt)
         await flow.flush()
@@ -97,13 +119,10 @@ async def test_eight_branches_restore_their_prefix_once(model_folder: Path) -> N
             used = engine.kv_used_bytes
             branches = [await root.fork() for _ in endings]
             assert engine.kv_used_bytes == used
-            asked = [ask(b, prompt + e, save=False) for b, e in zip(branches, endings, strict=True)]
-            results = await asyncio.gather(*asked)
-            assert [tokens for tokens, _ in results] == cold
-            done = [r.restoration for _, r in results if r.restoration is not None]
-            cells = sum(d.recomputed_cells + sum(d.loaded_cells.values()) for d in done)
+            said, reports, cells = await ask_all(branches, prompt, endings)
+            assert said == cold
             assert cells == (0 if resident else 384 * LAYERS)
-            assert all(r.usage.resident_tokens == 384 for _, r in results[1:] if resident)
+            assert all(r.usage.resident_tokens == 384 for r in reports[1:] if resident)
             for branch in branches:
                 await branch.close()
 
@@ -112,21 +131,14 @@ async def test_branches_copy_the_tile_in_which_they_part(model_folder: Path) -> 
     """One of eight that were forgotten restores it, and all say what a cold run says."""
     prompt, endings = text(490), [text(9, i) for i in range(8)]
     async with opened(model_folder) as (flow, engine):
-        cold = []
-        for ending in endings:
-            alone = flow.session("alone")
-            cold.append((await ask(alone, prompt + ending, policy="recompute", save=False))[0])
-            await alone.forget()
+        cold = await cold_runs(flow, prompt, endings)
         root = flow.session("root")
         await root.prefetch(prompt)
         await flow.flush()
         await root.forget()
         branches = [await root.fork() for _ in endings]
-        asked = [ask(b, prompt + e, save=False) for b, e in zip(branches, endings, strict=True)]
-        results = await asyncio.gather(*asked)
-        assert [tokens for tokens, _ in results] == cold
-        done = [r.restoration for _, r in results if r.restoration is not None]
-        cells = sum(d.recomputed_cells + sum(d.loaded_cells.values()) for d in done)
+        said, _, cells = await ask_all(branches, prompt, endings)
+        assert said == cold
         # The last chunk of the one's own, in the same tile, belongs to its restore.
         assert cells == 499 // 16 * 16 * engine.layout.num_layers
 
