@@ -31,8 +31,8 @@ _CODERS: Final[Mapping[Codec, tuple[_Encoder, _Decoder]]] = {
 
 def import_coders() -> None:
     """Import what codecs need: it takes seconds, and a store's deadline is no place for that."""
-    import torch  # noqa: F401
-    import zstandard  # noqa: F401
+    import torch  # noqa: F401 - that it is loaded is all
+    import zstandard  # noqa: F401 - as above
 
 
 def encode_payload(codec: Codec, layout: KVLayout, heads: int, payload: memoryview) -> list[int]:

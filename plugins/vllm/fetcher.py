@@ -107,7 +107,7 @@ class Fetcher:
                     arrived()
                     return
                 with self._clocked(tier, info):
-                    await self._read(info, tier, held)  # type: ignore[arg-type]
+                    await self._read(info, tier, held)  # type: ignore[arg-type]  # what is not lent is leased
                 arrived()
                 await self._verify(info, tier, held)
         except TimeoutError as error:
