@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.types import Claim, LayersComputed, Span
 
 if TYPE_CHECKING:
-    from cacheflow.restore.request import Job
+    from cacheflow.restore.job import Job
     from cacheflow.restore.restorer import Restorer
     from cacheflow.types import ComputeBatch, ComputeDone, TileWork
 

@@ -14,7 +14,7 @@ from cacheflow.types import LoadEnded, LoadOutcome, Published
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheflow.restore.request import Job
+    from cacheflow.restore.job import Job
     from cacheflow.restore.restorer import Restorer
     from cacheflow.restore.transfer import Piece
     from cacheflow.types import Load

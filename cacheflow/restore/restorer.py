@@ -8,7 +8,6 @@ still running, which belong to the staging pool's quarantine.
 from __future__ import annotations
 
 import asyncio
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
@@ -17,17 +16,16 @@ from cacheflow.abc import Staged, Together
 from cacheflow.clock import SystemClock
 from cacheflow.errors import CapacityError, ClosedError, ConfigError
 from cacheflow.kv import Stamp
+from cacheflow.restore.admission import Admission
 from cacheflow.restore.compute import ComputeDriver
+from cacheflow.restore.job import Job
 from cacheflow.restore.loads import LoadDriver
-from cacheflow.restore.meeting import offering, reach
+from cacheflow.restore.lookups import Lookups
 from cacheflow.restore.prefixes import Prefixes
-from cacheflow.restore.request import Job
 from cacheflow.restore.sealing import shard_of
 from cacheflow.restore.stage import StageDriver
 from cacheflow.restore.tasks import to_the_end
-from cacheflow.scheduling import RECOMPUTE
-from cacheflow.tiers import locate
-from cacheflow.types import Admitted, LookedUp, RestoreEnded, tell
+from cacheflow.types import tell
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -37,26 +35,10 @@ if TYPE_CHECKING:
     from cacheflow.memory import StagingPool
     from cacheflow.restore.request import BrokeOff, Restoration, RestoreRequest
     from cacheflow.scheduling import BatchScheduler, Policy
-    from cacheflow.tiers import Located
-    from cacheflow.types import (
-        ChunkKey,
-        Coverage,
-        Event,
-        Observer,
-        RequestSpec,
-        Segment,
-        StorePart,
-        Tile,
-    )
+    from cacheflow.types import ChunkKey, Event, Observer, Segment, StorePart
 
 __all__ = ["Restorer"]
 
-_log = logging.getLogger(__name__)
-
-_LOOKUP_GRACE: Final = 0.01
-"""Compute waits this long for lookups: a layer begun on nothing known cannot be taken back."""
-_LOOKUP_PATIENCE: Final = 1.0
-"""... and this long where the policy would not recompute what is stored."""
 _VERIFIERS: Final = 2
 _ANYBODY: Final = Stamp()
 
@@ -90,11 +72,12 @@ class Restorer:
         self.clock = clock or SystemClock()
         self.load_deadline = load_deadline
         self.stamp = stamp
-        self._allow_lossy = allow_lossy
         self._observer = observer
         self._jobs: dict[str, Job] = {}
-        self._peers = recomputer.peers if isinstance(recomputer, Together) else None
+        self.peers = recomputer.peers if isinstance(recomputer, Together) else None
         self._prefixes = Prefixes(recomputer.grid, recomputer.layout.chunk_tokens)
+        self._lookups = Lookups(self, allow_lossy=allow_lossy)
+        self._admission = Admission(self, self._lookups, self._prefixes)
         self._group: asyncio.TaskGroup | None = None
         self._drivers: list[asyncio.Task[None]] = []
         self.verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="cacheflow-verify")
@@ -104,8 +87,8 @@ class Restorer:
 
     async def __aenter__(self) -> Self:
         self._group = await asyncio.TaskGroup().__aenter__()
-        if self._peers is not None:
-            self._peers.attach(self.scheduler, self._compute.kick, self.fail)
+        if self.peers is not None:
+            self.peers.attach(self.scheduler, self._compute.kick, self.fail)
         runs = [self._compute.run(), *(driver.run() for driver in self._loads)]
         self._drivers = [self._group.create_task(run) for run in runs]
         return self
@@ -144,10 +127,10 @@ class Restorer:
         job.broke_off = broke_off
         outcome = "failed"
         try:
-            stored = await self._look_up(job, policy)
+            stored = await self._lookups.ask(job, policy)
             if self.stage is not None:
                 stored = await self.stage.agree(job, stored)
-            self._plan(job, policy, stored)
+            self._admission.admit(job, policy, stored)
             await job.done
             outcome = "restored"
         except asyncio.CancelledError:
@@ -157,14 +140,15 @@ class Restorer:
             self._take_back(job)  # now: the compute thread may be about to claim
             if self.stage is not None and outcome != "restored":
                 self.stage.gave_up(job, outcome)
-            if self._peers is not None:
-                self._peers.leave(job.spec.id, finished=outcome == "restored")
+            if self.peers is not None:
+                self.peers.leave(job.spec.id, finished=outcome == "restored")
             # Not in the group: it must also run while that is ending. Announced once no thread
             # adds to the job's figures any more.
             try:
                 await to_the_end(asyncio.ensure_future(self._settle(job)))
             finally:
-                self._announce(job, policy, outcome)
+                balance = None if self.stage is None else self.stage.balance
+                self.emit(job.ended(policy.name, outcome, self.clock.now(), balance))
         return job.result(policy.name, self.recomputer.grid_id, self.clock.now())
 
     # -- what the drivers use ------------------------------------------------------------------
@@ -286,7 +270,7 @@ class Restorer:
     @property
     def is_alone(self) -> bool:
         """Whether no other engine has a part in what is restored here."""
-        return self.stage is None and self._peers is None
+        return self.stage is None and self.peers is None
 
     # -- what is worth a gauge (see cacheflow.metrics.Live) -------------------------------------
 
@@ -315,132 +299,12 @@ class Restorer:
     # -- one request ---------------------------------------------------------------------------
 
     def _register(self, request: RestoreRequest) -> Job:
-        spec = self._spec(request)
+        spec = self._admission.spec(request)
         if spec.id in self._jobs:
             raise ValueError(f"request {spec.id!r} is already being restored")
         job = Job(request, spec, asyncio.get_running_loop().create_future())
         self._jobs[spec.id] = job
         return job
-
-    def _spec(self, request: RestoreRequest, stored: int | None = None) -> RequestSpec:
-        fed = self.stage is not None and self.stage.engine.boundary is not None
-        return request.spec(self.recomputer.layout, self.recomputer.grid, stored, fed=fed)
-
-    async def _look_up(self, job: Job, policy: Policy) -> int | None:
-        """Ask every tier at once; give them a moment, the late ones are heard when they answer.
-
-        How many leading chunks can matter, because nothing behind them is stored; None if unknown.
-
-        Ranks that restore together wait for the tiers, then for each other: only what all of them
-        found counts.
-        """
-        if self._peers is not None:
-            await self._wait_for_lookups(job, policy, _LOOKUP_PATIENCE)
-            found = offering(job.request, job.located, self.recomputer.grid_id)
-            job.agreed = await self._peers.meet(job.spec.id, found)
-            return reach(job.agreed)
-        patience = _LOOKUP_GRACE if policy.begin(None) else _LOOKUP_PATIENCE
-        if not await self._wait_for_lookups(job, policy, patience):
-            return None
-        return max((located.reach for located in job.located.values()), default=0)
-
-    async def _wait_for_lookups(self, job: Job, policy: Policy, patience: float) -> bool:
-        """Whether every tier has answered."""
-        wanted = policy.load(0.0, 1.0) or job.spec.fed
-        if not (self.channels and job.spec.prefix_tokens and wanted):
-            return False
-        asking = [self.group.create_task(self._ask(job, name)) for name in self.channels]
-        for task in asking:
-            self.spawn(job, task)
-        _, late = await asyncio.wait(asking, timeout=patience)
-        return not late
-
-    def _plan(self, job: Job, policy: Policy, stored: int | None) -> None:
-        start = self.clock.now()
-        self._admit(job, policy, stored)
-        stop, expected = self.clock.now(), self.scheduler.expected_seconds(job.spec.id)
-        if expected:
-            job.expected = stop - job.request.arrival + expected
-        known = job.stored_tokens
-        self.emit(Admitted(job.spec.id, policy.name, start, stop, known, expected))
-
-    def _admit(self, job: Job, policy: Policy, stored: int | None) -> None:
-        # Without an await up to here from where the holder was found: it must not go meanwhile.
-        # Stages and ranks do not share: whether another one still has the request is not known.
-        shares = policy.shares and self.is_alone
-        holder, tiles = self._share(job) if shares else (None, ())
-        if stored is not None:
-            # What is stored nowhere is suffix: its last tile is then computed in one piece.
-            held = tiles[-1].stop // self.recomputer.layout.chunk_tokens if tiles else 0
-            job.spec = self._spec(job.request, max(stored, held))
-        job.lay_out(len(tiles), holder)
-        leader = None if holder is None else holder.spec.id
-        self.scheduler.admit(job.spec, policy, tiles=len(tiles), leader=leader)
-        job.admitted = True
-        if shares and job.spec.tiles:
-            self._prefixes.offer(job.spec.id, job.request.keys, job.spec.tiles)
-        for coverage in self._coverage(job):
-            self.scheduler.extend_coverage(job.spec.id, coverage)
-        if self.stage is not None:
-            self.stage.admitted(job)
-        self.changed(job.spec.id)
-
-    def _share(self, job: Job) -> tuple[Job | None, Sequence[Tile]]:
-        """Hold the KV memory of whoever has most of the prefix; who restores it, if it is not
-        restored yet, and the tiles."""
-        while found := self._prefixes.find(job.request.keys, job.spec.tiles):
-            holder, tiles = found
-            try:
-                self.recomputer.share(holder, job.spec.id, tiles[-1].stop)
-            except ClosedError:  # it was closed without a word to us
-                self._prefixes.withdraw(holder)
-                continue
-            restoring = self._jobs.get(holder)
-            # One that only goes on from its own KV restores nothing.
-            return restoring if restoring is not None and restoring.spec.tiles else None, tiles
-        return None, ()
-
-    def _coverage(self, job: Job) -> Sequence[Coverage]:
-        if job.agreed is not None:
-            return job.agreed.coverage
-        return [self._found(job, located) for located in job.located.values()]
-
-    def _found(self, job: Job, located: Located) -> Coverage:
-        coverage = located.coverage()
-        return coverage if self.stage is None else self.stage.coverage(job, coverage)
-
-    async def _ask(self, job: Job, name: str) -> None:
-        """Coverage of one tier, as soon as it answers; a tier that fails has nothing."""
-        chunks = job.spec.prefix_tokens // job.spec.chunk_tokens
-        start, found, reason = self.clock.now(), 0, ""
-        try:
-            async with asyncio.timeout(self.load_deadline):
-                keys = job.request.keys[:chunks]
-                located = await locate(
-                    name,
-                    self.channels[name],
-                    keys,
-                    self.shard,
-                    job.request.stamp or self.stamp,
-                    allow_lossy=self._allow_lossy,
-                    boundary=None if self.stage is None else self.stage.engine.boundary,
-                    grid_id=self.recomputer.grid_id,
-                )
-        except (
-            Exception
-        ) as error:  # a third party's backend may raise anything: it has nothing then
-            reason = str(error) or type(error).__name__
-            _log.warning("tier %s: lookup failed, going on without it: %s", name, reason)
-        else:
-            found = located.found
-            if job.agreed is not None:
-                return  # too late: the ranks have agreed on what there is
-            job.located[name] = located
-            if job.admitted:
-                self.scheduler.extend_coverage(job.spec.id, self._found(job, located))
-                self.changed(job.spec.id)
-        stop = self.clock.now()
-        self.emit(LookedUp(job.spec.id, name, chunks, found, start, stop, reason))
 
     def _take_back(self, job: Job) -> None:
         """Nothing more is done for the request; what it was restoring for others is theirs now."""
@@ -474,26 +338,3 @@ class Restorer:
                 job.done.exception()  # whoever was cancelled meanwhile does not ask for it
             job.ready.set()
             job.settled.set()
-
-    def _announce(self, job: Job, policy: Policy, outcome: str) -> None:
-        now = self.clock.now()
-        cells = {RECOMPUTE: job.origins.recomputed, **job.origins.by_channel}
-        if job.shared_cells:
-            cells["shared"] = job.shared_cells
-        self.emit(
-            RestoreEnded(
-                request_id=job.spec.id,
-                policy=policy.name,
-                outcome=outcome,
-                arrival=job.request.arrival,
-                restored=job.restored_at if job.restored_at is not None else now,
-                stop=now,
-                prefix_tokens=job.spec.prefix_tokens,
-                suffix_tokens=sum(piece.width for piece in job.spec.suffix),
-                num_layers=job.spec.num_layers,
-                cells=cells,
-                stored_tokens=job.stored_tokens,
-                stage_balance=None if self.stage is None else self.stage.balance,
-                expected=job.expected,
-            )
-        )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.abc import Staged
-    from cacheflow.restore.request import Job
+    from cacheflow.restore.job import Job
     from cacheflow.restore.restorer import Restorer
     from cacheflow.types import ComputeDone, Coverage, Tile
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,87 +12,19 @@ import pytest
 
 from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel
-from cacheflow.errors import BackendError, ClosedError
-from cacheflow.kv import chunk_keys, key_root, seal
-from cacheflow.memory import StagingPool, buffer_from
+from cacheflow.errors import BackendError
+from cacheflow.kv import chunk_keys
+from cacheflow.memory import StagingPool
 from cacheflow.restore import Restorer, RestoreRequest
 from cacheflow.restore.transfer import verify_pieces
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.testing.engine import FakeEngine
 from cacheflow.testing.storage import MemoryBackend
-from cacheflow.types import LoadEnded, LoadOutcome, ObjectKey, RestoreEnded, Span, Write
+from cacheflow.types import LoadEnded, LoadOutcome, RestoreEnded
+from tests.faults.restoring import ROOT, TOKENS, fill, rig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from cacheflow.restore import Restoration
     from cacheflow.types import ChunkInfo, Event, Read, TileWork
-
-TOKENS = [(5 * i) % 97 for i in range(500)]
-OTHERS = [(3 * i) % 89 for i in range(500)]
-ROOT = key_root({"model": "fake"})
-
-
-async def fill(
-    store: MemoryBackend, engine: FakeEngine, tokens: list[int], every: int = 1, first: int = 0
-) -> None:
-    """Store every ``every``-th chunk, from number ``first`` on."""
-    layout = engine.layout
-    keys = list(enumerate(chunk_keys(ROOT, tokens, layout.chunk_tokens)))
-    for chunk, key in keys[first::every]:
-        parts = (engine.expected(tokens, chunk, layer) for layer in range(layout.num_layers))
-        payload = bytearray(b"".join(parts))
-        name = ObjectKey(key, Span(0, layout.num_layers), Span(0, layout.num_kv_heads))
-        info, header = seal(
-            name, layout, memoryview(payload), grid_id="", segments=(), canonical=False
-        )
-        await store.store([Write(info, (buffer_from(header), buffer_from(payload)))])
-
-
-class Rig:
-    def __init__(self, store: MemoryBackend, deadline: float) -> None:
-        self.engine = FakeEngine()
-        self.store = store
-        self.pool = StagingPool(1 << 20)
-        self.events: list[Event] = []
-        self.restorer = Restorer(
-            self.engine,
-            BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock()),
-            {"store": store},
-            self.pool,
-            load_deadline=deadline,
-            observer=self.events.append,
-        )
-
-    async def run(self, name: str = "r", policy: str = "load") -> Restoration:
-        """Restore without opening or closing the engine's request."""
-        keys = chunk_keys(ROOT, TOKENS, self.engine.layout.chunk_tokens)
-        request = RestoreRequest(name, TOKENS, keys, self.restorer.clock.now())
-        return await self.restorer.run(request, load_policy(policy))
-
-    async def restore(self, name: str = "r", policy: str = "load") -> Restoration:
-        """Restore and check every byte."""
-        await self.engine.open(name, TOKENS)
-        try:
-            async with asyncio.timeout(20):
-                result = await self.run(name, policy)
-            assert self.engine.wrong_cells(name, len(TOKENS)) == []
-            return result
-        finally:
-            await self.engine.close(name)
-
-
-@asynccontextmanager
-async def rig(store: MemoryBackend | None = None, deadline: float = 5.0) -> AsyncIterator[Rig]:
-    made = Rig(store or MemoryBackend(), deadline)
-    await fill(made.store, made.engine, TOKENS)
-    async with made.restorer:
-        yield made
-        assert made.pool.leased_bytes == made.pool.quarantined_bytes() == 0
-        assert made.restorer._jobs == {}
-        assert made.restorer.scheduler._requests == {}
-    await made.pool.aclose()
-    made.engine.shutdown()
 
 
 async def test_a_copy_that_fails_ends_its_request_only() -> None:
@@ -207,93 +138,6 @@ async def test_checksums_are_taken_off_the_loop(monkeypatch: pytest.MonkeyPatch)
         await r.restore()
     assert threads
     assert threading.main_thread() not in threads
-
-
-async def test_closing_twice_interrupted_leaves_no_task() -> None:
-    """Cancelling the close of a restorer, again and again, while a layer runs: it still waits for
-    that layer, ends its request and its tasks."""
-    before = asyncio.all_tasks()
-    engine, go, began = FakeEngine(), threading.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def block(work: TileWork, layer: int) -> None:
-        loop.call_soon_threadsafe(began.set)
-        assert go.wait(10)
-
-    engine.before_layer = block
-    pool = StagingPool(1 << 20)
-    scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
-    restorer = Restorer(engine, scheduler, {"s": MemoryBackend()}, pool)
-    await engine.open("r", TOKENS)
-    leave = asyncio.Event()
-
-    async def live() -> None:
-        async with restorer:
-            await leave.wait()
-
-    living = asyncio.create_task(live())
-    await asyncio.sleep(0)
-    request = RestoreRequest("r", TOKENS, (), 0.0)
-    running = asyncio.create_task(restorer.run(request, load_policy("recompute")))
-    await began.wait()
-    leave.set()
-    for _ in range(5):
-        await asyncio.sleep(0)
-        living.cancel()
-    assert not living.done()
-    go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await living
-    with pytest.raises(ClosedError):
-        await running
-    assert asyncio.all_tasks() == before
-    assert scheduler._requests == {}
-    await engine.close("r")
-    await pool.aclose()
-    engine.shutdown()
-
-
-async def test_a_cancelled_request_is_counted_once_it_has_ended() -> None:
-    """Its last event comes after its last layer, and counts it; nothing is announced twice."""
-    async with rig() as r:
-        go, began = threading.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def block(work: TileWork, layer: int) -> None:
-            if layer == 2:
-                loop.call_soon_threadsafe(began.set)
-                assert go.wait(10)
-
-        r.engine.before_layer = block
-        await r.engine.open("r", TOKENS)
-        task = asyncio.create_task(r.run(policy="recompute"))
-        await began.wait()
-        task.cancel()
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.sleep(0)
-        assert not any(isinstance(event, RestoreEnded) for event in r.events)
-        go.set()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        (ended,) = (event for event in r.events if isinstance(event, RestoreEnded))
-        assert ended.outcome == "cancelled"
-        assert ended.cells["recompute"] == 2 * 32
-        await r.engine.close("r")
-
-
-async def test_a_name_is_free_again_as_soon_as_its_request_was_cancelled() -> None:
-    """The same request id, cancelled at any step and asked for again at once: every byte right."""
-    async with rig() as r:
-        for steps in range(0, 120, 3):
-            await r.engine.open("r", TOKENS)
-            task = asyncio.create_task(r.run(policy="adaptive"))
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
-            await r.engine.close("r")
-            await r.restore("r", "adaptive" if steps % 2 else "load")
 
 
 async def test_a_load_that_lands_after_compute_took_its_cells_is_dropped() -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cacheflow.restore.job import Job, TileHistory
 from cacheflow.restore.meeting import offering, reach
-from cacheflow.restore.request import Job, RestoreRequest, TileHistory
+from cacheflow.restore.request import RestoreRequest
 from cacheflow.testing.objects import TINY, make_object
 from cacheflow.tiers import Located
 from cacheflow.types import Coverage, Offering, Segment, Shard, TileGrid

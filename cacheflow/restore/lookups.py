@@ -1,0 +1,117 @@
+"""What tiers have of a request: all are asked at once, and late ones heard when they answer.
+
+Compute waits a moment for the answers, since a layer that was begun cannot be taken back. A tier
+that fails has nothing. Decides nothing about who does what with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from cacheflow.restore.meeting import offering, reach
+from cacheflow.tiers import locate
+from cacheflow.types import LookedUp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cacheflow.restore.job import Job
+    from cacheflow.restore.restorer import Restorer
+    from cacheflow.scheduling import Policy
+    from cacheflow.tiers import Located
+    from cacheflow.types import Coverage
+
+__all__ = ["Lookups"]
+
+_log = logging.getLogger(__name__)
+
+_GRACE: Final = 0.01
+"""Compute waits this long for lookups: a layer begun on nothing known cannot be taken back."""
+_PATIENCE: Final = 1.0
+"""... and this long where the policy would not recompute what is stored."""
+
+
+class Lookups:
+    """Loop-owned. ``allow_lossy``: whether chunks of a codec that loses precision are taken."""
+
+    def __init__(self, restorer: Restorer, *, allow_lossy: bool) -> None:
+        self._restorer = restorer
+        self._allow_lossy = allow_lossy
+
+    async def ask(self, job: Job, policy: Policy) -> int | None:
+        """Ask every tier at once; give them a moment.
+
+        How many leading chunks can matter, because nothing behind them is stored; None if unknown.
+
+        Ranks that restore together wait for the tiers, then for each other: only what all of them
+        found counts.
+        """
+        peers, grid_id = self._restorer.peers, self._restorer.recomputer.grid_id
+        if peers is not None:
+            await self._wait(job, policy, _PATIENCE)
+            found = offering(job.request, job.located, grid_id)
+            job.agreed = await peers.meet(job.spec.id, found)
+            return reach(job.agreed)
+        if not await self._wait(job, policy, _GRACE if policy.begin(None) else _PATIENCE):
+            return None
+        return max((located.reach for located in job.located.values()), default=0)
+
+    def coverage(self, job: Job) -> Sequence[Coverage]:
+        """What counts of what was found until now."""
+        if job.agreed is not None:
+            return job.agreed.coverage
+        return [self._counted(job, located) for located in job.located.values()]
+
+    def _counted(self, job: Job, located: Located) -> Coverage:
+        coverage, stage = located.coverage(), self._restorer.stage
+        return coverage if stage is None else stage.coverage(job, coverage)
+
+    async def _wait(self, job: Job, policy: Policy, patience: float) -> bool:
+        """Whether every tier has answered after ``patience`` seconds."""
+        restorer = self._restorer
+        wanted = policy.load(0.0, 1.0) or job.spec.fed
+        if not (restorer.channels and job.spec.prefix_tokens and wanted):
+            return False
+        asking = [restorer.group.create_task(self._ask(job, name)) for name in restorer.channels]
+        for task in asking:
+            restorer.spawn(job, task)
+        _, late = await asyncio.wait(asking, timeout=patience)
+        return not late
+
+    async def _ask(self, job: Job, name: str) -> None:
+        """One tier; what it has counts as soon as it answers."""
+        restorer = self._restorer
+        chunks = job.spec.prefix_tokens // job.spec.chunk_tokens
+        start, found, reason = restorer.clock.now(), 0, ""
+        try:
+            async with asyncio.timeout(restorer.load_deadline):
+                located = await self._locate(job, name, chunks)
+        except Exception as error:
+            # A third party's backend may raise anything: it has nothing then.
+            reason = str(error) or type(error).__name__
+            _log.warning("tier %s: lookup failed, going on without it: %s", name, reason)
+        else:
+            found = located.found
+            if job.agreed is not None:
+                return  # too late: the ranks have agreed on what there is
+            job.located[name] = located
+            if job.admitted:
+                restorer.scheduler.extend_coverage(job.spec.id, self._counted(job, located))
+                restorer.changed(job.spec.id)
+        stop = restorer.clock.now()
+        restorer.emit(LookedUp(job.spec.id, name, chunks, found, start, stop, reason))
+
+    async def _locate(self, job: Job, name: str, chunks: int) -> Located:
+        restorer = self._restorer
+        return await locate(
+            name,
+            restorer.channels[name],
+            job.request.keys[:chunks],
+            restorer.shard,
+            job.request.stamp or restorer.stamp,
+            allow_lossy=self._allow_lossy,
+            boundary=None if restorer.stage is None else restorer.stage.engine.boundary,
+            grid_id=restorer.recomputer.grid_id,
+        )
