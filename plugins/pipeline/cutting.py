@@ -12,7 +12,8 @@ import torch
 
 from cacheflow.plugins.transformers.check import check_walk
 from cacheflow.plugins.transformers.device import fast_dtype
-from cacheflow.plugins.transformers.engine import TransformersEngine, load_parts, streams_of
+from cacheflow.plugins.transformers.engine import TransformersEngine
+from cacheflow.plugins.transformers.opening import load_parts, streams_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,8 @@ from cacheflow.plugins.pipeline.links import Message
 from cacheflow.plugins.pipeline.talk import Talk
 from cacheflow.plugins.ranks import gloo_group, join_ranks, leave_ranks, rank_device
 from cacheflow.plugins.transformers.copies import as_torch_wants
-from cacheflow.plugins.transformers.engine import TransformersEngine, check_options, streams_of
+from cacheflow.plugins.transformers.engine import TransformersEngine
+from cacheflow.plugins.transformers.opening import check_options, streams_of
 from cacheflow.plugins.transformers.pages import Paused
 from cacheflow.types import Agreement, TileGrid
 
@@ -240,7 +241,7 @@ class PipelineEngine(TransformersEngine):
 
     async def decode(self, request_ids: Sequence[str], tokens: Sequence[int]) -> list[int]:
         """One step through all stages; the next tokens, in every stage."""
-        requests, positions = self._append(request_ids, tokens)
+        requests, positions = self._requests.step(request_ids, tokens)
         key = "\0".join([*request_ids, str(positions)])
         fed = None
         if self.rank:
@@ -248,8 +249,9 @@ class PipelineEngine(TransformersEngine):
 
         def work() -> tuple[torch.Tensor, list[int] | None]:
             embedded = self._walker.embed(tokens) if fed is None else fed.to(self._device)
-            out = self._logits if self.is_last else _hidden
-            made = self._rows(requests, embedded.unsqueeze(1), positions, out)
+            out = self._walker.last_logits if self.is_last else _hidden
+            before, together = embedded.unsqueeze(1), self.decodes_together
+            made = self._walker.rows(requests, before, positions, out, together=together)
             return (made, made.argmax(-1).tolist()) if self.is_last else (made.cpu(), None)
 
         hidden, own = await self._decode(requests, positions, work)

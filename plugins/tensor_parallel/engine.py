@@ -21,12 +21,8 @@ from cacheflow.plugins.tensor_parallel.cut import cut_model
 from cacheflow.plugins.tensor_parallel.group import Group
 from cacheflow.plugins.transformers.check import check_walk
 from cacheflow.plugins.transformers.device import fast_dtype
-from cacheflow.plugins.transformers.engine import (
-    TransformersEngine,
-    check_options,
-    load_parts,
-    streams_of,
-)
+from cacheflow.plugins.transformers.engine import TransformersEngine
+from cacheflow.plugins.transformers.opening import check_options, load_parts, streams_of
 from cacheflow.types import Claim, ComputeBatch, ComputeDone, TileGrid, TileWork
 
 if TYPE_CHECKING:
@@ -214,7 +210,7 @@ class TensorParallelEngine(TransformersEngine):
         tokens: Sequence[int],
         chosen: Callable[[torch.Tensor], T],
     ) -> list[T]:
-        requests, positions = self._append(request_ids, tokens)
+        requests, positions = self._requests.step(request_ids, tokens)
         steps = [
             self._ended(self._row(request, token, position, chosen), [request])
             for request, token, position in zip(requests, tokens, positions, strict=True)
@@ -234,7 +230,9 @@ class TensorParallelEngine(TransformersEngine):
         def step() -> T:
             with self._streams.compute():
                 hidden = self._walker.embed([token]).unsqueeze(1)
-                return chosen(self._rows([request], hidden, [position], self._logits))
+                return chosen(
+                    self._walker.last_logits(self._walker.step([request], hidden, [position]))
+                )
 
         # With the token: ranks that disagree about it must not go on.
         return self.peers.call(f"decode {self.peers.name(request.id)} {position} {token}", step)

@@ -8,26 +8,20 @@ moves verified bytes in and out. Nothing here decides what to compute.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from cacheflow.errors import ClosedError, ConfigError
+from cacheflow.errors import ClosedError
 from cacheflow.kv import make_grid_id
 from cacheflow.plugins.transformers.attention import ATTENTION_NAME
 from cacheflow.plugins.transformers.chat import chat_of
 from cacheflow.plugins.transformers.check import check_walk
 from cacheflow.plugins.transformers.copies import Copies, copies_in, copies_out, joined
 from cacheflow.plugins.transformers.device import device_kind, pick_device
-from cacheflow.plugins.transformers.lanes import CpuStreams, CudaStreams, Gathered, Lane, Streams
-from cacheflow.plugins.transformers.model import (
-    identity_of,
-    kv_layout,
-    layer_flops,
-    load_model,
-    load_tokenizer,
-)
+from cacheflow.plugins.transformers.lanes import Gathered, Lane, Streams
+from cacheflow.plugins.transformers.model import layer_flops
+from cacheflow.plugins.transformers.opening import check_options, load_parts, streams_of
 from cacheflow.plugins.transformers.pages import PagePool
 from cacheflow.plugins.transformers.sampling import choose, draw
 from cacheflow.plugins.transformers.smollm2 import prepare_smollm2
@@ -37,12 +31,13 @@ from cacheflow.types import Claim, ComputeBatch, Segment, Shard, Span, TileGrid,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from cacheflow.abc import ClaimLayer
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import ComputeDone, KVLayout, Sampling, StagedPart
 
-__all__ = ["TransformersEngine", "check_options", "load_parts", "streams_of"]
+__all__ = ["TransformersEngine"]
 
 T = TypeVar("T")
 
@@ -314,23 +309,15 @@ class TransformersEngine:
         chosen: Callable[[torch.Tensor], T],
     ) -> T:
         """Append one token to each request; ``chosen`` of the logits after it."""
-        requests, positions = self._append(request_ids, tokens)
+        requests, positions = self._requests.step(request_ids, tokens)
 
         def work() -> T:
             hidden = self._walker.embed(tokens).unsqueeze(1)
-            return chosen(self._rows(requests, hidden, positions, self._logits))
+            together = self.decodes_together
+            logits = self._walker.last_logits
+            return chosen(self._walker.rows(requests, hidden, positions, logits, together=together))
 
         return await self._decode(requests, positions, work)
-
-    def _append(
-        self, request_ids: Sequence[str], tokens: Sequence[int]
-    ) -> tuple[list[OpenRequest], list[int]]:
-        """One token more for each request; the requests, and where that token is."""
-        if len(set(request_ids)) != len(request_ids):
-            raise ValueError("a request cannot decode two tokens in one step")
-        requests = [self._requests.get(request_id) for request_id in request_ids]
-        self._requests.append(requests, [[token] for token in tokens])
-        return requests, [len(request.tokens) - 1 for request in requests]
 
     async def _decode(
         self, requests: Sequence[OpenRequest], positions: Sequence[int], step: Callable[[], T]
@@ -349,23 +336,6 @@ class TransformersEngine:
         for request, position in zip(requests, positions, strict=True):
             request.computed(position, position + 1)
         return made
-
-    def _rows(
-        self,
-        requests: Sequence[OpenRequest],
-        hidden: torch.Tensor,
-        positions: Sequence[int],
-        out: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """``out`` of the rows of a decode step, ``hidden [B, 1, hidden]`` before and after."""
-        size = len(requests) if self.decodes_together else 1
-        some = [slice(at, at + size) for at in range(0, len(requests), size)]
-        return torch.cat(
-            [out(self._walker.step(requests[s], hidden[s], positions[s])) for s in some]
-        )
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._walker.logits(hidden)[:, -1]
 
     # -- copies --------------------------------------------------------------------------------
 
@@ -413,10 +383,7 @@ class TransformersEngine:
         self, request_id: str, layer: int, tokens: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V ``[Hkv, tokens, D]`` of the first ``tokens`` tokens (default: all)."""
-        request = self._requests.get(request_id)
-        parts = request.past(len(request.tokens) if tokens is None else tokens)
-        keys, values = zip(*(page.part(layer, stop) for page, stop in parts), strict=True)
-        return torch.cat(keys, dim=2)[0], torch.cat(values, dim=2)[0]
+        return self._requests.get(request_id).kv(layer, tokens)
 
     @property
     def open_requests(self) -> list[str]:
@@ -450,37 +417,3 @@ class TransformersEngine:
         # Waited for, not awaited: cancelling the caller leaves the future to the lane.
         await asyncio.wait([running])
         return running.result()
-
-
-def load_parts(
-    model: str | Path, dtype: str, where: torch.device, chunk_tokens: int
-) -> tuple[Any, dict[str, Any]]:
-    """The model in a folder, and what of the engine's arguments follows from it. Blocking."""
-    folder = Path(model).expanduser()
-    loaded = load_model(folder, dtype, where)
-    layout = kv_layout(loaded.config, loaded.dtype, chunk_tokens)
-    return loaded, {
-        "identity": identity_of(loaded, folder, layout),
-        "layout": layout,
-        "tokenizer": load_tokenizer(folder),
-    }
-
-
-def streams_of(device: torch.device) -> Streams:
-    """The streams that go with a device."""
-    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
-
-
-def check_options(grid: TileGrid, chunk_tokens: int, threads: int, kv_bytes: int) -> None:
-    """Raise ConfigError naming the first option that cannot be."""
-    for name, value in (
-        ("threads", threads),
-        ("kv_bytes", kv_bytes),
-        ("chunk_tokens", chunk_tokens),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-    try:
-        grid.check(chunk_tokens)
-    except ValueError as error:
-        raise ConfigError(f"chunk_tokens={chunk_tokens}: {error}") from error

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cacheflow.types import Segment, Span
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
-
-    import torch
 
     from cacheflow.plugins.transformers.pages import Page, PagePool
     from cacheflow.types import TileGrid
@@ -63,6 +63,12 @@ class OpenRequest:
     def page_at(self, token: int) -> Page:
         """The page that holds ``token``."""
         return self.pages[self.grid.index_at(token)]
+
+    def kv(self, layer: int, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V ``[Hkv, tokens, D]`` of the first ``tokens`` tokens (default: all)."""
+        parts = self.past(len(self.tokens) if tokens is None else tokens)
+        keys, values = zip(*(page.part(layer, stop) for page, stop in parts), strict=True)
+        return torch.cat(keys, dim=2)[0], torch.cat(values, dim=2)[0]
 
     def computed(self, start: int, stop: int) -> None:
         """Record that a forward pass computed ``[start, stop)``; decode steps are joined."""

@@ -132,6 +132,20 @@ class RequestTable:
             request.tokens.extend(more)  # += would add an array up
             request.last = None
 
+    def step(
+        self, request_ids: Sequence[str], tokens: Sequence[int]
+    ) -> tuple[list[OpenRequest], list[int]]:
+        """One token more for each of several requests; the requests, and where that token is.
+
+        Raises:
+            ValueError: a request is named twice, or as :meth:`append`.
+        """
+        if len(set(request_ids)) != len(request_ids):
+            raise ValueError("a request cannot decode two tokens in one step")
+        requests = [self.get(request_id) for request_id in request_ids]
+        self.append(requests, [[token] for token in tokens])
+        return requests, [len(request.tokens) - 1 for request in requests]
+
     def close(self, request_id: str) -> OpenRequest | None:
         """Forget the request; its pages go once nothing on the lanes touches them any more."""
         request = self._requests.pop(request_id, None)

@@ -18,7 +18,7 @@ from cacheflow.plugins.transformers.pages import Paused
 from cacheflow.types import Claim, ComputeDone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from cacheflow.abc import ClaimLayer
     from cacheflow.plugins.transformers.lanes import Streams
@@ -131,6 +131,25 @@ class Walker:
             reach = Rows([RowBlock(rows, *page.part(layer, end)) for rows, page, end in held])
             hidden = self._layer(layer, hidden, cache, reach, places)
         return hidden
+
+    def rows(
+        self,
+        requests: Sequence[OpenRequest],
+        hidden: torch.Tensor,
+        positions: Sequence[int],
+        out: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        together: bool,
+    ) -> torch.Tensor:
+        """``out`` of the hidden states after a decode step, all rows in one product or, where bits
+        must not depend on who decodes beside, one by one."""
+        size = len(requests) if together else 1
+        some = [slice(at, at + size) for at in range(0, len(requests), size)]
+        return torch.cat([out(self.step(requests[s], hidden[s], positions[s])) for s in some])
+
+    def last_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states ``[B, n, hidden]`` to the last token's logits ``[B, vocabulary]``."""
+        return self.logits(hidden)[:, -1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states ``[B, n, hidden]`` to logits ``[B, n, vocabulary]``."""

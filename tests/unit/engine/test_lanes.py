@@ -80,7 +80,7 @@ class FakeStreams(CpuStreams):
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
     streams = FakeStreams()
-    monkeypatch.setattr("cacheflow.plugins.transformers.engine.CpuStreams", lambda: streams)
+    monkeypatch.setattr("cacheflow.plugins.transformers.opening.CpuStreams", lambda: streams)
     return streams
 
 
