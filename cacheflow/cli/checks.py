@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from cacheflow.cli.output import human_bytes
 from cacheflow.cli.rates import copy_rate, disk_rates, hash_rate, supports_direct
+from cacheflow.cores import usable_cores
 from cacheflow.errors import CacheFlowError, ConfigError
 from cacheflow.registry import (
     BACKEND_GROUP,
@@ -87,7 +88,7 @@ def checks(folder: Path) -> list[tuple[str, Callable[[], list[Check]]]]:
 def _python() -> list[Check]:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.platform != "linux":
-        fix = "CacheFlow is written for Linux (O_DIRECT, preadv); expect to fix things elsewhere"
+        fix = "the nvme tier needs Linux (file locks of open files, O_DIRECT); all else is untested"
         return [Check("python", Verdict.NOTE, found, fix)]
     return [Check("python", Verdict.OK, found)]
 
@@ -109,7 +110,7 @@ def _torch() -> list[Check]:
 
 def _cpu() -> list[Check]:
     flags = _cpu_flags()
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     fast = [flag for flag in _FAST_BF16 if flag in flags]
     if fast:
         return [Check("cpu", Verdict.OK, f"{cores} cores, fast bf16 ({', '.join(fast)})")]

@@ -15,6 +15,7 @@ import typer
 from cacheflow.cli.demo_report import Link, Row, parse_links, results_table
 from cacheflow.cli.demo_screen import Screen
 from cacheflow.cli.output import AsJson, human_bytes, print_json, run
+from cacheflow.cores import usable_cores
 from cacheflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def demo(
 
 
 def _threads() -> int:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     return min(cores, 2) if cores <= 4 else cores // 2
 
 

@@ -75,10 +75,11 @@ class HostPages:
 def _map_huge(nbytes: int) -> tuple[mmap.mmap, str]:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     whole = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-    with contextlib.suppress(OSError):  # none, or not enough of them, are reserved
-        return mmap.mmap(-1, whole, flags=flags | _MAP_HUGETLB), "hugetlb"
+    if sys.platform == "linux":  # the flag means something else elsewhere
+        with contextlib.suppress(OSError):  # none, or not enough of them, are reserved
+            return mmap.mmap(-1, whole, flags=flags | _MAP_HUGETLB), "hugetlb"
     memory = mmap.mmap(-1, nbytes, flags=flags)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
         memory.madvise(mmap.MADV_HUGEPAGE)
         return memory, "advised"
     return memory, "normal"

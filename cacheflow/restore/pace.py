@@ -10,11 +10,12 @@ medium rather than computes, and holds nobody up. Knows no chunks.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import deque
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final
+
+from cacheflow.cores import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -45,7 +46,7 @@ class Pace:
         self._is_decoding = is_decoding
         self._moment = moment
         if share is None:
-            share = _SHARE if len(os.sched_getaffinity(0)) < _CORES else 1.0
+            share = _SHARE if usable_cores() < _CORES else 1.0
         self._rest_of = (1.0 - share) / share
         """Seconds of rest for a second of work."""
         self._waiting: deque[asyncio.Future[bool]] = deque()

@@ -9,7 +9,7 @@ import errno
 import logging
 import mmap
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.types import PAGE
 
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
     from cacheflow.types import Buffer
 
-__all__ = ["DirectIo", "read_file", "sync_folder", "write_new"]
+__all__ = ["O_DIRECT", "DirectIo", "read_file", "sync_folder", "write_new"]
 
 _log = logging.getLogger(__name__)
+
+O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+"""Where the system has no such flag: 0, and everything goes through the page cache."""
 
 
 class DirectIo:
@@ -29,7 +32,7 @@ class DirectIo:
 
     def __init__(self, folder: Path, wanted: bool) -> None:
         self.folder = folder
-        self.on = wanted
+        self.on = wanted and O_DIRECT != 0
         self._warned = False
 
     def open(self, path: Path, flags: int) -> int:
@@ -38,7 +41,7 @@ class DirectIo:
         Raises:
             OSError: EINVAL where the file system has no O_DIRECT.
         """
-        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        return os.open(path, flags | O_DIRECT | os.O_CLOEXEC, 0o600)
 
     def refused(self, error: OSError) -> bool:
         """Whether ``error`` says that O_DIRECT does not work here; it is off from then on."""

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import struct
+import sys
 from typing import Final
 
 __all__ = ["is_locked", "try_lock", "unlock"]
@@ -25,8 +26,11 @@ def try_lock(descriptor: int, byte: int) -> bool:
     """Lock ``byte`` now; False if another open file has it.
 
     Raises:
-        OSError: ENOLCK and the like where the file system has no locks.
+        OSError: ENOLCK and the like where the system or the file system has no such locks.
     """
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        # Those of a process would not keep two stores in it apart, and go with the first to close.
+        raise OSError(errno.ENOLCK, f"{sys.platform} has no locks of open files")
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _range(fcntl.F_WRLCK, byte))
     except OSError as error:

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import ConfigError
+from cacheflow.storage_backends.nvme.files import O_DIRECT
 from cacheflow.storage_backends.nvme.folder import MANIFEST
 from cacheflow.storage_backends.nvme.records import Joined
 from cacheflow.storage_backends.nvme.space import Room, Space
@@ -78,7 +79,9 @@ def _write_manifest(folder: StoreFolder) -> None:
 
 def _insist_on_direct(folder: StoreFolder) -> None:
     try:
-        os.close(os.open(folder.root / MANIFEST, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        if not O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        os.close(os.open(folder.root / MANIFEST, os.O_RDONLY | O_DIRECT | os.O_CLOEXEC))
     except OSError as error:
         raise ConfigError(
             f"{folder.root}: the file system has no O_DIRECT and option direct is 'on'; set it to "
@@ -104,7 +107,10 @@ async def join(
     except OSError as error:
         where = f"{folder.ledger}: {error.strerror or error}"
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise ConfigError(f"{where}: the file system has no file locks") from error
+            raise ConfigError(
+                f"{where}: the file system has no file locks; give the tier a folder on another "
+                f"one, or use another tier (docs/store.md)"
+            ) from error
         raise ConfigError(f"{where}: the store cannot be joined") from error
     return space
 

@@ -4,7 +4,6 @@ real files."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 from pathlib import Path
@@ -226,7 +225,7 @@ def test_threads_default(cores: int, threads: int, monkeypatch: pytest.MonkeyPat
     """Up to two compute threads on small machines, else never more than half the cores."""
     from cacheflow.cli.demo import _threads
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
+    monkeypatch.setattr("cacheflow.cli.demo.usable_cores", lambda: cores)
     assert _threads() == threads
 
 
