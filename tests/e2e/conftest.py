@@ -22,3 +22,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shape and config, other weights."""
     return save_tiny_llama(tmp_path_factory.mktemp("other-llama"), seed=8)
+
+
+@pytest.fixture(scope="session")
+def stages_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for pipelines, and the KV and tokens of its cold run in a single process."""
+    from tests.e2e.stages import prepare
+
+    return prepare(tmp_path_factory.mktemp("pipeline"))
