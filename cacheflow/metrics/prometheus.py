@@ -108,8 +108,9 @@ class PrometheusObserver:
             series.load_failures.labels(event.channel, event.outcome.value).inc()
             return
         series.transfer_bytes.labels(event.channel, "load").inc(event.nbytes)
-        if event.outcome is LoadOutcome.DROPPED and not event.hidden:
-            series.hedged.labels("recompute").inc(len(event.layers) * event.chunks)
+        in_vain = event.outcome is LoadOutcome.DROPPED and not event.hidden
+        hedged = len(event.layers) * event.chunks if in_vain else 0
+        series.hedged.labels(event.channel).inc(hedged)  # a rate is known before the first of them
 
     def _stored(self, event: StoreEnded) -> None:
         series = self.series

@@ -40,7 +40,6 @@ class Series:
         self._stage = self.stage and f"{stage}/"
         for suffix in (False, True):
             self.computed(is_suffix=suffix)
-        self.hedged.labels("recompute")
 
     def computed(self, *, is_suffix: bool) -> Counter:
         """Compute's seconds: ``prefix`` and ``suffix``; ``1/prefix``, ... in a pipeline's stage."""
@@ -85,8 +84,9 @@ class Series:
         )
         self.hedged = self._counter(
             "hedged_cells",
-            "Chunk-layers that were loaded and recomputed, by whose copy was taken.",
-            "winner",
+            "Chunk-layers that recompute had taken before their load arrived, by the tier that "
+            "was too slow.",
+            "tier",
         )
         self.compute_busy = self._counter(
             "compute_busy_seconds", "Seconds the compute stream worked.", "stage"

@@ -17,9 +17,16 @@ _TARGET = 0.2
 
 def overview() -> Dashboard:
     """The first page an operator opens."""
+    made = board("cacheflow-overview", "CacheFlow: overview", "What users wait for, and why.")
+    for panels in (_now, _waiting, _sources):
+        made = panels(made)
+    return made
+
+
+def _now(made: Dashboard) -> Dashboard:
+    """Six numbers."""
     return (
-        board("cacheflow-overview", "CacheFlow: overview", "What users wait for, and why.")
-        .with_panel(
+        made.with_panel(
             number(
                 "TTFT p50",
                 "Arrival to first token, half of the requests of the last five minutes are below.",
@@ -69,7 +76,13 @@ def overview() -> Dashboard:
                 limit=1,
             )
         )
-        .with_panel(
+    )
+
+
+def _waiting(made: Dashboard) -> Dashboard:
+    """How long users wait, by what."""
+    return (
+        made.with_panel(
             rates(
                 "TTFT",
                 "Quantiles of arrival to first token; the line is the 200 ms target.",
@@ -109,7 +122,13 @@ def overview() -> Dashboard:
                 "[$__rate_interval]))",
             )
         )
-        .with_panel(
+    )
+
+
+def _sources(made: Dashboard) -> Dashboard:
+    """Where their prompts' KV came from, and whether the loop keeps up."""
+    return (
+        made.with_panel(
             rates(
                 "Requests by outcome",
                 "First tokens a second.",

@@ -20,14 +20,21 @@ _TOKENS = "cacheflow_tenant_prompt_tokens_total"
 
 def tenants() -> Dashboard:
     """TTFT, tokens and their sources by tenant, and what sessions find in memory."""
+    made = board(
+        "cacheflow-tenants",
+        "CacheFlow: tenants and sessions",
+        "Who waits for what. Not every tenant need have a label; the rest are 'other'.",
+        tenants=TENANTS,
+    )
+    for panels in (_now, _tenants):
+        made = panels(made)
+    return made
+
+
+def _now(made: Dashboard) -> Dashboard:
+    """Three numbers."""
     return (
-        board(
-            "cacheflow-tenants",
-            "CacheFlow: tenants and sessions",
-            "Who waits for what. Not every tenant need have a label; the rest are 'other'.",
-            tenants=TENANTS,
-        )
-        .with_panel(
+        made.with_panel(
             number(
                 "Tenants",
                 "Tenants that asked for something within the hour.",
@@ -52,7 +59,13 @@ def tenants() -> Dashboard:
                 limit=_TARGET,
             )
         )
-        .with_panel(
+    )
+
+
+def _tenants(made: Dashboard) -> Dashboard:
+    """Each over time."""
+    return (
+        made.with_panel(
             rates(
                 "Sessions",
                 "Known ones of all tenants: resident have KV in memory, forgotten would be "

@@ -16,9 +16,16 @@ _RATE = "$__rate_interval"
 
 def tiers() -> Dashboard:
     """Hits, bytes, latency, occupancy, losses and failures by tier."""
+    made = board("cacheflow-tiers", "CacheFlow: tiers", "Each place chunks live.", tiers=TIERS)
+    for panels in (_traffic, _contents, _failures):
+        made = panels(made)
+    return made
+
+
+def _traffic(made: Dashboard) -> Dashboard:
+    """What is asked, how much comes, how fast."""
     return (
-        board("cacheflow-tiers", "CacheFlow: tiers", "Each place chunks live.", tiers=TIERS)
-        .with_panel(
+        made.with_panel(
             share(
                 "Chunks found",
                 "Share of the chunks asked of a tier that it had.",
@@ -61,7 +68,13 @@ def tiers() -> Dashboard:
                 unit="s",
             )
         )
-        .with_panel(
+    )
+
+
+def _contents(made: Dashboard) -> Dashboard:
+    """What is held, and what leaves or is not taken."""
+    return (
+        made.with_panel(
             rates(
                 "Held",
                 "Bytes of the objects in a tier.",
@@ -99,7 +112,13 @@ def tiers() -> Dashboard:
                 },
             )
         )
-        .with_panel(
+    )
+
+
+def _failures(made: Dashboard) -> Dashboard:
+    """What does not deliver."""
+    return (
+        made.with_panel(
             rates(
                 "Failed loads",
                 "A second, by reason; each became recompute.",

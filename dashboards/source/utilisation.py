@@ -16,14 +16,21 @@ _RATE = "$__rate_interval"
 
 def utilisation() -> Dashboard:
     """Compute and channels: busy shares, meeting point, cost model."""
+    made = board(
+        "cacheflow-utilisation",
+        "CacheFlow: utilisation",
+        "Which resource is the limit, and how well recompute and loads share the work.",
+        tiers=TIERS,
+    )
+    for panels in (_resources, _shares, _outcomes):
+        made = panels(made)
+    return made
+
+
+def _resources(made: Dashboard) -> Dashboard:
+    """What is busy, and what it delivers."""
     return (
-        board(
-            "cacheflow-utilisation",
-            "CacheFlow: utilisation",
-            "Which resource is the limit, and how well recompute and loads share the work.",
-            tiers=TIERS,
-        )
-        .with_panel(
+        made.with_panel(
             share(
                 "Compute busy",
                 "Share of time the compute stream worked on restores, by stage. Near 1 while "
@@ -59,7 +66,13 @@ def utilisation() -> Dashboard:
                 unit="Bps",
             )
         )
-        .with_panel(
+    )
+
+
+def _shares(made: Dashboard) -> Dashboard:
+    """How the two pointers share the work."""
+    return (
+        made.with_panel(
             rates(
                 "Prefix tokens made ready",
                 "A second, by who made them.",
@@ -90,15 +103,22 @@ def utilisation() -> Dashboard:
         )
         .with_panel(
             rates(
-                "Hedged cells",
-                "Chunk-layers a second whose load came too late, by whose copy was taken.",
+                "Loaded in vain",
+                "Chunk-layers a second that recompute had taken before their load arrived. Much of "
+                "what a tier delivers: it is slower than its cost model says.",
                 {
-                    "{{winner}}": "sum by (winner) (rate(cacheflow_hedged_cells_total"
-                    f"{{{INSTANCE}}}[{_RATE}]))"
+                    "{{tier}}": "sum by (tier) (rate(cacheflow_hedged_cells_total"
+                    f"{{{TIER}}}[{_RATE}]))"
                 },
             )
         )
-        .with_panel(
+    )
+
+
+def _outcomes(made: Dashboard) -> Dashboard:
+    """How good the plans were, and what is under way."""
+    return (
+        made.with_panel(
             rates(
                 "Cost model error, median",
                 "How far layers and loads were from what the scheduler expected. Over 0.5 for "

@@ -32,7 +32,9 @@ def vllm_beside() -> Dashboard:
         model="model_name",
         tiers="vllm:cacheflow_lookup_chunks_total",
     )
-    return _restores(_requests(made))
+    for panels in (_requests, _caches, _restores, _losses):
+        made = panels(made)
+    return made
 
 
 def _requests(made: Dashboard) -> Dashboard:
@@ -76,7 +78,13 @@ def _requests(made: Dashboard) -> Dashboard:
                 },
             )
         )
-        .with_panel(
+    )
+
+
+def _caches(made: Dashboard) -> Dashboard:
+    """Which cache their prompts came from."""
+    return (
+        made.with_panel(
             rates(
                 "Prompt tokens by source",
                 "Tokens a second: computed, from vLLM's own cache, or through a connector.",
@@ -140,31 +148,34 @@ def _restores(made: Dashboard) -> Dashboard:
                 },
             )
         )
-        .with_panel(
-            rates(
-                "Bytes a second",
-                "Loads and stores that arrived.",
-                {
-                    "{{tier}} {{direction}}": _rate(
-                        "cacheflow_transfer_bytes_total", _TIER, "tier, direction"
-                    )
-                },
-                unit="Bps",
-            )
+    )
+
+
+def _losses(made: Dashboard) -> Dashboard:
+    """What moved, and what did not arrive."""
+    return made.with_panel(
+        rates(
+            "Bytes a second",
+            "Loads and stores that arrived.",
+            {
+                "{{tier}} {{direction}}": _rate(
+                    "cacheflow_transfer_bytes_total", _TIER, "tier, direction"
+                )
+            },
+            unit="Bps",
         )
-        .with_panel(
-            rates(
-                "Failed loads, and blocks not stored",
-                "A second, by reason; each failed load became recompute.",
-                {
-                    "load {{tier}} {{reason}}": _rate(
-                        "cacheflow_load_failures_total", _TIER, "tier, reason"
-                    ),
-                    "store {{tier}} {{reason}}": _rate(
-                        "cacheflow_store_dropped_total", _TIER, "tier, reason"
-                    ),
-                },
-            )
+    ).with_panel(
+        rates(
+            "Failed loads, and blocks not stored",
+            "A second, by reason; each failed load became recompute.",
+            {
+                "load {{tier}} {{reason}}": _rate(
+                    "cacheflow_load_failures_total", _TIER, "tier, reason"
+                ),
+                "store {{tier}} {{reason}}": _rate(
+                    "cacheflow_store_dropped_total", _TIER, "tier, reason"
+                ),
+            },
         )
     )
 

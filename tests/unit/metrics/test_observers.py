@@ -75,6 +75,19 @@ def test_series_add_up() -> None:
     assert value("cacheflow_restore_seconds_sum", ended) == pytest.approx(0.6)
 
 
+def test_what_was_loaded_in_vain_is_the_tiers() -> None:
+    """Cells whose load came after recompute had taken them count for the tier that was too slow;
+    one that was never late is known with 0."""
+    observer = PrometheusObserver()
+    arrived = next(each for each in EVENTS if isinstance(each, LoadEnded))
+    dropped = replace(arrived, channel="slow", layers=Span(0, 4), outcome=LoadOutcome.DROPPED)
+    for event in (arrived, dropped, dropped, replace(dropped, hidden=True)):
+        observer(event)
+    value = observer.registry.get_sample_value
+    assert value("cacheflow_hedged_cells_total", {"tier": "disk"}) == 0
+    assert value("cacheflow_hedged_cells_total", {"tier": "slow"}) == 2 * 4 * arrived.chunks
+
+
 def test_a_pipeline_stage_has_its_number_in_the_label() -> None:
     """What compute did in stage 1 is told apart from what it did in others."""
     observer = PrometheusObserver(stage=1)
@@ -100,7 +113,7 @@ def test_the_balance_of_a_pipeline_is_a_gauge() -> None:
 
 
 def test_instances_do_not_clash() -> None:
-    """Two in one process have registries of their own (field report 157)."""
+    """Two in one process have registries of their own."""
     first, second = PrometheusObserver(), PrometheusObserver()
     first(EVENTS[0])
     labels = {"tier": "disk", "result": "hit"}
