@@ -179,15 +179,19 @@ async def bench_transfers(
                 lambda: alone(get),
             ),
         ]
-        data = await get(0)
-        copies = [lambda: asyncio.to_thread(copy_into, reads[0].buffer, data)] * count
-        row = Row(f"our copy of {name}", "get_range", count * size)
-        row.theirs = list(rows[2].theirs)
-        row.ours = [await timed(at_once(1, copies)) for _ in row.theirs]
-        rows.append(row)
+        rows.append(await our_copy(name, reads[0], await get(0), count, rows[2]))
     await backend.delete([write.info.key for write in writes])
     await pool.aclose()
     return rows
+
+
+async def our_copy(name: str, read: Read, data: Any, count: int, alone: Row) -> Row:
+    """The copy into the caller's memory that bare reads do not make, beside those reads."""
+    copies = [lambda: asyncio.to_thread(copy_into, read.buffer, data)] * count
+    row = Row(f"our copy of {name}", "get_range", count * len(data))
+    row.theirs = list(alone.theirs)
+    row.ours = [await timed(at_once(1, copies)) for _ in row.theirs]
+    return row
 
 
 async def bench_lookup(backend: ObjectStoreBackend, rounds: int) -> list[Row]:

@@ -70,16 +70,7 @@ async def open_parts(
     for backend in backends.values():
         stack.callback(backend.register_memory(pool.arena))
     stack.push_async_callback(staged.aclose)
-    kind = JointScheduler if isinstance(engine, Together) else BatchScheduler
-    scheduler = kind(
-        costs,
-        clock,
-        objective=settings.objective,
-        max_load_bytes=settings.staging_bytes // (8 * (len(channels) + 1)),
-        claim_ahead=engine.claim_ahead,
-        max_requests=settings.max_restores,
-        max_tokens=settings.max_restore_tokens,
-    )
+    scheduler = _scheduler(settings, engine, costs, clock, len(channels))
     value.loads_over(scheduler.channel(name) for name in backends)
     if compute is None and settings.keep_costs:
         kept = kept_costs(settings, tiers, engine, costs, scheduler)
@@ -112,6 +103,21 @@ async def open_parts(
     )
     await stack.enter_async_context(saver)
     return Parts(backends, restorer, saver, clock)
+
+
+def _scheduler(
+    settings: Settings, engine: Engine, costs: ComputeModel, clock: Clock, channels: int
+) -> BatchScheduler:
+    kind = JointScheduler if isinstance(engine, Together) else BatchScheduler
+    return kind(
+        costs,
+        clock,
+        objective=settings.objective,
+        max_load_bytes=settings.staging_bytes // (8 * (channels + 1)),
+        claim_ahead=engine.claim_ahead,
+        max_requests=settings.max_restores,
+        max_tokens=settings.max_restore_tokens,
+    )
 
 
 def _saver(

@@ -57,6 +57,22 @@ _STREAMED: Final[dict[int | str, dict[str, Any]]] = {
 def create_app(service: Service) -> FastAPI:
     """An ASGI application over ``service``, whose life is the caller's."""
     app = FastAPI(title="CacheFlow", version=__version__, redoc_url=None, strict_content_type=False)
+    _turns(app, service)
+    _about(app, service)
+    _shape_errors(app)
+    paths = [route.path for route in app.routes if hasattr(route, "path")]
+    app.add_middleware(
+        Gatekeeper,
+        settings=service.settings,
+        series=service.series,
+        paths=paths,
+        context=service.flow.engine.max_tokens,
+    )
+    return app
+
+
+def _turns(app: FastAPI, service: Service) -> None:
+    """What uses the model."""
     seconds = service.settings.request_seconds
 
     @app.post(
@@ -79,6 +95,10 @@ def create_app(service: Service) -> FastAPI:
     async def responses(body: ResponseRequest, request: Request) -> Response:
         turn = ResponseTurn(service, body, request.state.tenant)
         return Events(turn.events, seconds) if body.stream else Whole(turn.whole, seconds)
+
+
+def _about(app: FastAPI, service: Service) -> None:
+    """What says how things stand."""
 
     @app.get("/v1/models", responses={401: _ERRORS[401]})
     async def models() -> ModelList:
@@ -107,17 +127,6 @@ def create_app(service: Service) -> FastAPI:
         accepted = request.headers.get("accept-encoding", "")
         text, headers = await asyncio.to_thread(page.answer, accepted)
         return Response(text, headers=headers)
-
-    _shape_errors(app)
-    paths = [route.path for route in app.routes if hasattr(route, "path")]
-    app.add_middleware(
-        Gatekeeper,
-        settings=service.settings,
-        series=service.series,
-        paths=paths,
-        context=service.flow.engine.max_tokens,
-    )
-    return app
 
 
 def _model(service: Service) -> Model:
