@@ -113,7 +113,7 @@ async def test_prompts_around_chunk_and_tile_edges(
 ) -> None:
     """Shorter than a chunk, an exact multiple, stored as a whole: same tokens every way.
 
-    The last prompt token is always computed (field report 35), so a fully stored prompt restores
+    The last prompt token is always computed, so a fully stored prompt restores
     all chunks but the one that holds it.
     """
     async with opened(model_folder, tmp_path / "s") as flow:
@@ -136,7 +136,7 @@ async def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
 async def test_a_model_changed_under_its_store_is_a_miss(
     model_folder: Path, other_model_folder: Path, tmp_path: Path
 ) -> None:
-    """Other weights of the same shape never see the old KV (field reports 15, 25)."""
+    """Other weights of the same shape never see the old KV."""
     prompt = prompt_of(200)
     async with opened(model_folder, tmp_path / "s") as flow:
         old, _ = await ask(flow, prompt)
@@ -156,7 +156,7 @@ async def test_a_model_changed_under_its_store_is_a_miss(
 async def test_a_store_written_with_another_dtype_is_a_miss(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """float16 and bfloat16 have the same size and are never mixed up (field report 27)."""
+    """float16 and bfloat16 have the same size and are never mixed up."""
     prompt = prompt_of(200)
     async with opened(model_folder, tmp_path / "s", dtype="bfloat16") as flow:
         await ask(flow, prompt)
@@ -166,7 +166,7 @@ async def test_a_store_written_with_another_dtype_is_a_miss(
 
 
 async def test_tenants_do_not_share(model_folder: Path, tmp_path: Path) -> None:
-    """Another salt is another key space in the same folder (field report 17)."""
+    """Another salt is another key space in the same folder."""
     prompt = prompt_of(200)
     async with opened(model_folder, tmp_path / "s", salt="alice") as flow:
         await ask(flow, prompt)
@@ -257,7 +257,7 @@ async def test_an_abandoned_generation_leaves_a_usable_session(
 
 
 async def test_prefix_drift_uses_what_is_still_the_same(model_folder: Path, tmp_path: Path) -> None:
-    """A prompt that differs from some token on uses the chunks before it (field report 175)."""
+    """A prompt that differs from some token on uses the chunks before it."""
     async with opened(model_folder, tmp_path / "s") as flow:
         prompt = prompt_of(300)
         await ask(flow, prompt)

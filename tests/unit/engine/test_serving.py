@@ -79,8 +79,8 @@ async def test_prompts_at_the_edges(
 async def test_a_batch_decodes_as_its_rows_do_alone(
     engine_for: Engines, family: str, together: bool
 ) -> None:
-    """Requests of different lengths decode together without padding, each as if it were alone
-    (field report 131); in one product for all rows, as in 16 bits, too."""
+    """Requests of different lengths decode together without padding, each as if it were alone;
+    in one product for all rows, as in 16 bits, too."""
     prompts = {f"r{n}": prompt(n, seed=n) for n in (1, 31, 32, 70, 130, 200)}
     async with engine_for(family) as engine:
         engine.decodes_together = together

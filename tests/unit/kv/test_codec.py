@@ -187,7 +187,7 @@ def test_another_version_is_refused_by_name() -> None:
 
 
 def test_an_object_under_another_name_is_refused() -> None:
-    """The full key is in the header: a wrong file is a miss, not a hit (field report 9)."""
+    """The full key is in the header: a wrong file is a miss, not a hit."""
     _, header, _ = sealed()
     other = ObjectKey(ChunkKey(bytes(32)), KEY.layers, KEY.heads)
     with pytest.raises(IntegrityError, match="another"):
@@ -205,7 +205,7 @@ def test_an_object_under_another_name_is_refused() -> None:
     ],
 )
 def test_another_geometry_or_dtype_is_refused(other: KVLayout) -> None:
-    """float16 bits are never taken for bfloat16 ones of the same size (field report 27)."""
+    """float16 bits are never taken for bfloat16 ones of the same size."""
     info, _, _ = sealed()
     with pytest.raises(IntegrityError, match="stored with"):
         check_layout(info, other)
@@ -214,13 +214,13 @@ def test_another_geometry_or_dtype_is_refused(other: KVLayout) -> None:
 
 
 def test_sizes_follow_the_storage_dtype() -> None:
-    """One byte an element in fp8, four in fp32 (field report 29)."""
+    """One byte an element in fp8, four in fp32."""
     sizes = {d: KVLayout(1, 1, 64, d, 64).layer_bytes() for d in ("float8_e4m3fn", "float32")}
     assert sizes == {"float8_e4m3fn": 2 * 64 * 64, "float32": 4 * 2 * 64 * 64}
 
 
 def test_lengths_are_64_bits() -> None:
-    """A chunk of more than 4 GiB has the right offsets (field report 125)."""
+    """A chunk of more than 4 GiB has the right offsets."""
     layout = KVLayout(1000, 64, 256, "float32", 1024)
     info, _header, _ = sealed()
     huge = ChunkInfo(

@@ -38,7 +38,7 @@ object_keys = st.builds(
 
 
 def test_keys_are_pinned() -> None:
-    """The key of this content never changes (field report 1: None in the hashed tuple)."""
+    """The key of this content never changes (None in the hashed tuple)."""
     keys = chunk_keys(key_root(IDENTITY, b"salt"), range(512), 256)
     assert [key.digest.hex() for key in keys] == [
         "71d739bea8d4ad01514ec08c568eb4e1479fd29ee8c10ad9ac67b77a6e770770",
@@ -48,7 +48,7 @@ def test_keys_are_pinned() -> None:
 
 @pytest.mark.parametrize("seed", ["0", "1", "12345"])
 def test_keys_do_not_depend_on_the_process(seed: str) -> None:
-    """Another process with another hash seed makes the same keys (field reports 1, 5)."""
+    """Another process with another hash seed makes the same keys."""
     code = (
         "from cacheflow.kv import chunk_keys, key_root;"
         "root = key_root({'b': None, 'a': 'x', 'n': 3});"
@@ -63,7 +63,7 @@ def test_keys_do_not_depend_on_the_process(seed: str) -> None:
 
 
 def test_only_whole_chunks_have_keys() -> None:
-    """Less than a chunk is a miss, not a crash (field report 39)."""
+    """Less than a chunk is a miss, not a crash."""
     root = key_root({})
     assert chunk_keys(root, [], 256) == ()
     assert chunk_keys(root, [1] * 255, 256) == ()
@@ -144,7 +144,7 @@ def test_a_bad_token_in_a_later_piece_has_its_position() -> None:
     ],
 )
 def test_everything_in_the_identity_counts(change: dict[str, str | int | bytes | None]) -> None:
-    """Model, revision, adapter, dtype and their types (field reports 13, 15, 25, 27)."""
+    """Model, revision, adapter, dtype and their types."""
     assert key_root({**IDENTITY, **change}) != key_root(IDENTITY)
 
 
@@ -155,7 +155,7 @@ def test_fields_cannot_run_into_each_other() -> None:
 
 
 def test_a_salt_separates_tenants() -> None:
-    """Other salt, other keys; no salt is a value of its own (field reports 17, 19)."""
+    """Other salt, other keys; no salt is a value of its own."""
     roots = {key_root(IDENTITY, salt) for salt in (b"", b"a", b"b", b"\x00")}
     assert len(roots) == 4
     assert b"tenant-secret" not in key_root(IDENTITY, b"tenant-secret")
@@ -231,7 +231,7 @@ def test_names_are_read_back(key: ObjectKey) -> None:
 
 @given(st.lists(object_keys, min_size=2, max_size=2, unique=True))
 def test_different_keys_have_different_names(keys: list[ObjectKey]) -> None:
-    """The file-name codec is injective (field report 21)."""
+    """The file-name codec is injective."""
     assert format_name(keys[0]) != format_name(keys[1])
 
 
