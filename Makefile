@@ -13,6 +13,9 @@ WORKERS ?= auto
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 TREE := build/tree
+# Who makes the tree and reads it is alone with it, where the system has flock: another make in the
+# same checkout, or make -j, waits instead of taking it away.
+ALONE := $(if $(shell command -v flock),flock $(TREE).lock)
 BENCHES := $(filter-out bench-vllm bench-lmcache, $(subst _,-, \
     $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))))
 CODE := cacheflow storage_backends plugins tests benchmarks examples dashboards
@@ -21,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benches start many processes: each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: $(BENCHES) help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm setup-lmcache bench-lmcache lint format typecheck layers tree bench dashboards setup wheel wheels clean distclean
+.PHONY: $(BENCHES) help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm setup-lmcache bench-lmcache lint format typecheck layers check-typecheck check-layers tree bench dashboards setup wheel wheels clean distclean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -56,11 +59,15 @@ tree:
 	@for folder in tests benchmarks examples dashboards; do \
 	    test ! -d $$folder || cp -rs $(CURDIR)/$$folder $(TREE)/$$folder; done
 
-typecheck: $(VENV)/.dev tree
+typecheck layers: $(VENV)/.dev
+	@mkdir -p $(dir $(TREE))
+	@$(ALONE) $(MAKE) --no-print-directory tree check-$@
+
+check-typecheck:
 	cd $(TREE) && $(abspath $(RUN)) -m mypy --config-file $(CURDIR)/pyproject.toml \
 	    --cache-dir $(CURDIR)/.mypy_cache .
 
-layers: $(VENV)/.dev tree
+check-layers:
 	cd $(TREE) && $(abspath $(BIN))/lint-imports $(CURDIR)/pyproject.toml \
 	    --cache-dir $(CURDIR)/.import_linter_cache
 
