@@ -14,9 +14,17 @@ from typing import Any
 __version__ = version("cacheflow-kv")
 
 _HOMES = {
+    "BackendError": "errors",
     "CacheFlow": "session",
+    "CacheFlowError": "errors",
+    "CapacityError": "errors",
+    "ClosedError": "errors",
+    "ConfigError": "errors",
     "Generation": "session",
+    "IntegrityError": "errors",
+    "PeerError": "errors",
     "PrometheusObserver": "metrics",
+    "Sampling": "types",
     "Session": "session",
     "Settings": "settings",
     "TierSettings": "settings",

@@ -75,6 +75,9 @@ class CacheFlow:
     ) -> AsyncIterator[CacheFlow]:
         """Open the tiers of ``settings`` (or take ``backends``, which stay the caller's).
 
+        ``settings``: None for those of the environment (``CACHEFLOW_*``). ``engine`` stays the
+        caller's, who closes it afterwards. ``observer`` is told every event on the event loop
+        (:mod:`cacheflow.metrics` has some); what it raises is logged and reaches no request.
         ``compute``: what is known of this engine's speed already, and learned on from here; then
         the caller keeps what is learned, and none of it comes from or goes to the cache directory.
 

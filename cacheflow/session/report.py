@@ -55,6 +55,8 @@ class Generation:
     """What a :meth:`Session.generate` did, filled in as it goes."""
 
     restoration: Restoration | None = None
+    """How the prefix came back; None until it has, and of a session's own KV in memory nothing had
+    to."""
     ttft_seconds: float | None = None
     """From arrival to the first token."""
     usage: Usage = field(default_factory=Usage)

@@ -26,8 +26,7 @@ for module, names in {
         if hasattr(module, name):
             delattr(module, name)
 
-from cacheflow import CacheFlow, Generation, Settings
-from cacheflow.errors import CacheFlowError
+from cacheflow import CacheFlow, CacheFlowError, Generation, Settings
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.types import TileGrid
 
