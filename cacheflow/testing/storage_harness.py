@@ -6,7 +6,7 @@ import asyncio
 import threading
 from abc import abstractmethod
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import pytest
 
@@ -59,6 +59,10 @@ class Pause:
 
 class BackendHarness:
     """Hooks that an implementer fills in; the ``raw_`` ones go behind the backend's back."""
+
+    model_share: ClassVar[float] = 0.25
+    """Of the hypothesis profile's examples, how many the comparison with a dictionary plays: fewer
+    where opening the backend takes long, which each of them does several times."""
 
     @abstractmethod
     async def open_backend(self, where: Path) -> StorageBackend:

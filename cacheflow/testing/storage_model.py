@@ -37,7 +37,7 @@ class ModelTests(BackendHarness):
     def test_behaves_like_a_dictionary(self, tmp_path: Path) -> None:
         """Any sequence of stores, replacements, deletes, lookups, reads, scans and reopenings
         agrees with a dictionary that was told the same."""
-        examples = max(10, settings().max_examples // 4)
+        examples = max(4, round(settings().max_examples * self.model_share))
         run_state_machine_as_test(
             lambda: _Machine(self, tmp_path),  # type: ignore[arg-type]  # any factory will do
             settings=settings(max_examples=examples, stateful_step_count=20, deadline=None),

@@ -17,6 +17,7 @@ from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.testing.engine import FakeEngine
 from cacheflow.testing.storage import MemoryBackend
 from cacheflow.types import Claim, RestoreEnded
+from tests.conftest import FULL
 from tests.faults.restoring import TOKENS, rig
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ async def test_a_cancelled_request_is_refused_compute_at_once() -> None:
 async def test_a_name_is_free_again_as_soon_as_its_request_was_cancelled() -> None:
     """The same request id, cancelled at any step and asked for again at once: every byte right."""
     async with rig() as r:
-        for steps in range(0, 120, 3):
+        for steps in range(0, 120, 3 if FULL else 7):
             await r.engine.open("r", TOKENS)
             task = asyncio.create_task(r.run(policy="adaptive"))
             for _ in range(steps):

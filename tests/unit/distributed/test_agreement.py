@@ -101,6 +101,7 @@ class Schedule:
         assert self.play.finished_at.keys() == {spec.id for spec in self.specs}
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 def test_random_schedules_never_diverge() -> None:
     """Failures, holes, hung and late loads on any rank: all compute the same in the same order,
     and every request is completed. A tenth of the thousand schedules of ``CACHEFLOW_FULL=1``."""

@@ -13,12 +13,14 @@ LONGEST: Final = 32 << 10
 """The long ones, and most batches, are left to the benchmark: they take most of its time."""
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 def test_single_requests_never_lose_to_the_better_single_way() -> None:
     """1:20 to 20:1, warm, cold and wrong: 2 % at the 99 % mark, 5 % at worst, beyond a cell."""
     results = [bench.single(seed, LONGEST) for seed in SINGLES]
     assert not bench.misses(results, bench.SINGLE_LIMITS)
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 @pytest.mark.parametrize("objective", bench.OBJECTIVES)
 def test_batches_never_lose_to_the_best_rival(objective: str) -> None:
     """1 to 32 requests against ``cake``, ``two-pointer`` and ``staircase`` on the same instance."""

@@ -237,6 +237,7 @@ LIMITS: Final = {
 so it has no claim to the mean or to the first token.)"""
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 @pytest.mark.parametrize(("what", "policy"), LIMITS)
 def test_close_to_the_static_optimum(what: str, policy: str) -> None:
     """Warm models, steady costs: within 2 % of the optimum on average, 5 % at worst."""

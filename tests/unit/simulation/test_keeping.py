@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from cacheflow.simulation import Channel, Scenario, Synthetic, load_link, load_machine, simulate
 from cacheflow.simulation.keeping import BlockStore, Keeping
 from cacheflow.simulation.traces import generate_trace, parse_trace
@@ -49,6 +51,7 @@ def test_a_store_never_holds_more_than_its_capacity() -> None:
         assert len(store) <= 5
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 def test_knowing_costs_beats_recency_where_it_is_tight() -> None:
     """Conversations that grow, over stores for half of their blocks: cost-aware eviction with
     planned writes gives earlier first tokens than LRU with everything stored (a fixed trace; the
