@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_engine import BLOCK, Engine, arguments
+from vllm_engine import BLOCK, Engine, arguments, smollm2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a stored prompt")
     parser.add_argument("--prompts", type=int, default=9)
     options = parser.parse_args()
+    options.model = options.model or smollm2()
     if options.quick:
         options.tokens, options.prompts = 1024, 3
     chance = random.Random(2)
@@ -95,7 +96,7 @@ def measure(
 
 
 @contextmanager
-def cacheflow(folder: Path, model: str | None, options: dict[str, Any]) -> Iterator[Engine]:
+def cacheflow(folder: Path, model: str, options: dict[str, Any]) -> Iterator[Engine]:
     """vLLM with CacheFlow over memory and a folder."""
     disk = {"name": "disk", "backend": "nvme", "options": {"path": str(folder / "store")}}
     memory = {"name": "memory", "backend": "dram", "options": {"capacity_bytes": 1 << 30}}
@@ -105,7 +106,7 @@ def cacheflow(folder: Path, model: str | None, options: dict[str, Any]) -> Itera
 
 
 @contextmanager
-def lmcache(folder: Path, model: str | None, options: dict[str, Any]) -> Iterator[Engine]:
+def lmcache(folder: Path, model: str, options: dict[str, Any]) -> Iterator[Engine]:
     """vLLM with LMCache's connector, and LMCache's server over memory and a folder."""
     (folder / "store").mkdir(exist_ok=True)
     port, http = _free_port(), _free_port()

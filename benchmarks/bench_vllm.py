@@ -2,7 +2,9 @@
 
 make bench-vllm                              # the sweep over delays, about ten minutes
 make bench-vllm ARGS="campaign"              # 200 random requests: tokens as in plain vLLM
+make bench-vllm ARGS="campaign --requests 50 --seed 2"  # ... a piece of it, other prompts
 make bench-vllm ARGS="decode"                # others' tokens while one request is restored
+make bench-vllm ARGS="restarts"              # vllm serve over one folder, started four times
 make bench-vllm ARGS="all --quick"           # each of them, small
 """
 
@@ -19,7 +21,7 @@ import vllm_campaign
 import vllm_decode
 import vllm_restarts
 import vllm_sweep
-from vllm_engine import arguments
+from vllm_engine import arguments, smollm2
 
 PARTS: Final = {
     "sweep": vllm_sweep,
@@ -39,6 +41,7 @@ def main() -> None:
     for part in PARTS.values():
         part.add_arguments(parser)
     options = parser.parse_args()
+    options.model = options.model or smollm2()
     results = {}
     for name in PARTS if options.part == "all" else [options.part]:
         with tempfile.TemporaryDirectory() as folder:

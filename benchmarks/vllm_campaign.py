@@ -53,14 +53,18 @@ class Tally:
     restored_tokens: float = 0.0
     preemptions: float = 0.0
     failed_loads: float = 0.0
+    overlaps: float = 0.0
+    """Passes that began before their last loads had ended."""
+    failed_overlaps: float = 0.0
+    """Of them, those that were computed anew."""
     used_share: float = 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes."""
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--longest", type=int, default=8192, help="tokens of a prompt")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--longest", type=int, default=8064, help="tokens of a prompt")
+    parser.add_argument("--seed", type=int, default=1, help="another one for each piece")
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     blocks = -(-options.longest // BLOCK)
     engine_options = {
         "dtype": "float32",
-        "max_model_len": options.longest + 2 * BLOCK,
+        "max_model_len": options.longest + BLOCK,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": LARGEST_BATCH + 4,
         # Two and a half of the longest: a batch of eight makes vLLM preempt.
@@ -102,7 +106,9 @@ def report(result: dict[str, Any]) -> list[str]:
         (
             f"{done - different} of {done} answers as plain vLLM's; aborted beside them "
             f"{result['aborted']}, preempted {result['preemptions']:.0f} times, loads that failed "
-            f"{result['failed_loads']:.0f}, restored {result['restored_tokens']:.0f} tokens: "
+            f"{result['failed_loads']:.0f}, restored {result['restored_tokens']:.0f} tokens, begun "
+            f"under their last loads {result['overlaps']:.0f} and computed anew "
+            f"{result['failed_overlaps']:.0f}: "
             f"{'yes' if done and not different else 'NO'}"
         ),
         (
@@ -153,6 +159,8 @@ def _play(
         tally.used_share = engine.used_share()
     tally.preemptions = engine.metric("vllm:num_preemptions")
     tally.failed_loads = engine.metric("vllm:cacheflow_load_failures")
+    tally.overlaps = engine.metric("vllm:cacheflow_overlaps")
+    tally.failed_overlaps = engine.metric("vllm:cacheflow_overlaps", result="failed")
     tally.restored_tokens = engine.metric("vllm:cacheflow_restore_tokens", source="load")
     return tally
 
@@ -171,7 +179,7 @@ def _batch(
     for name in lost:
         for _ in range(chance.randrange(1, 12)):
             done |= engine.step()
-        engine.abort([name])
+        engine.abort(name)
         tally.aborted += 1
     try:
         done |= engine.work(PATIENCE)

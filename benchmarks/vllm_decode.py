@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "report", "run"]
 
 STREAMS: Final = 3
+STREAM_TOKENS: Final = 1000
+"""At most while one long prompt is prefilled."""
 CHUNK: Final = 512
 """Tokens a step: what is decoded waits for as much prefill at a time."""
 GOAL: Final = 1.10
@@ -41,7 +43,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     streams = [chance.choices(range(1000, 40000), k=100) for _ in range(STREAMS)]
     engine_options = {
         "dtype": "bfloat16",
-        "max_model_len": 2 * options.prompt + 2048,
+        "max_model_len": options.prompt + STREAM_TOKENS + 2 * BLOCK,
         "max_num_batched_tokens": CHUNK,
         "max_num_seqs": 8,
     }
@@ -89,7 +91,7 @@ def _window(
     engine: Engine, streams: list[list[int]], prompt: list[int], policy: str
 ) -> list[float]:
     """Gaps between tokens of the streams from the long prompt's arrival to its first token."""
-    names = {engine.submit(each, "recompute", tokens=2000) for each in streams}
+    names = {engine.submit(each, "recompute", tokens=STREAM_TOKENS) for each in streams}
     seen: dict[str, int] = {}
     while len(seen) < len(names):
         seen |= {name: len(tokens) for name, tokens in engine.step().items() if name in names}
@@ -104,7 +106,7 @@ def _window(
             gaps.append(now - last[name])
             last[name] = now
         is_over = wanted in outputs
-    engine.abort(list(names))
+    engine.abort(*names)
     engine.work(60.0)
     return gaps
 

@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_engine import BLOCK, cacheflow_options, smollm2
+from vllm_engine import BLOCK, cacheflow_options
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         options.restarts, options.words = 1, 600
     text = " ".join(f"Sentence {n} says that {n * 37 % 101} follows." for n in range(options.words))
     text = " ".join(text.split()[: options.words])
-    model, lives = options.model or smollm2(), []
+    model, lives = options.model, []
     for life in range(options.restarts + 1):
         with _server(model, folder / "store", folder / f"server-{life}.log") as port:
             lives.append(_ask(port, model, text))

@@ -1,8 +1,8 @@
 """Seconds to the first token: recompute, load everything, CacheFlow, at many store speeds.
 
-One engine answers one long prompt again and again; a request says which of the three it wants, so
-the runs of a pair come right after one another, each pair in another order. The store takes its
-loads one after the other, so many milliseconds a block.
+One engine answers prompts with one long stored prefix, each with an end of its own; a request says
+which of the three it wants, so the runs of a pair come right after one another, each pair in
+another order. The store takes its loads one after the other, so many milliseconds a block.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm_engine import BLOCK, Engine
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
     from pathlib import Path
 
 __all__ = ["add_arguments", "report", "run"]
@@ -24,7 +25,6 @@ __all__ = ["add_arguments", "report", "run"]
 POLICIES: Final = ("recompute", "load", "adaptive")
 DELAYS: Final = (0.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 """Milliseconds a block."""
-SUFFIX: Final = 64
 FEW: Final = 3
 """Runs of what takes several times as long as the better way: it is not what is compared with."""
 GOAL: Final = 0.70
@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes."""
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=4096, help="of the stored prefix")
+    parser.add_argument("--suffix", type=int, default=64, help="tokens behind it")
+    parser.add_argument("--no-overlap", action="store_true", help="setting overlap=false")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--chunk", type=int, help="tokens a step (default: the whole prompt)")
     parser.add_argument("--delays", type=float, nargs="*", default=list(DELAYS), metavar="MS")
@@ -46,16 +48,18 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         options.tokens, options.pairs, options.delays = 1024, 3, [0.0]
     blocks = options.tokens // BLOCK
     chance = random.Random(1)
-    prompt = chance.choices(range(1000, 40000), k=blocks * BLOCK + SUFFIX)
-    longest = len(prompt) + BLOCK
+    prefix = chance.choices(range(1000, 40000), k=blocks * BLOCK)
+    prompts = iter(lambda: prefix + chance.choices(range(1000, 40000), k=options.suffix), [])
+    longest = len(prefix) + options.suffix + BLOCK
     engine_options = {
         "dtype": options.dtype,
         "max_model_len": longest,
         "max_num_batched_tokens": options.chunk or longest,
         "max_num_seqs": 4,
     }
-    with Engine.start(folder, options.model, **engine_options) as engine:
-        alone = _fill(engine, prompt, blocks)
+    extra = {"overlap": not options.no_overlap}
+    with Engine.start(folder, options.model, extra=extra, **engine_options) as engine:
+        alone = _fill(engine, prompts, blocks)
         balance = 1000 * alone / blocks
         progress = sys.stderr if options.json else sys.stdout
         heads = "".join(f"{name:>12}" for name in POLICIES)
@@ -63,9 +67,10 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(f"{'ms/block':>9}{heads}{'ratio':>10}", file=progress)
         rows = []
         for delay in sorted([*options.delays, balance]):
-            rows.append(_at(engine, prompt, delay, options.pairs))
+            rows.append(_at(engine, prompts, delay, options.pairs))
             _show(rows[-1], progress)
-    return {"balance_ms": round(balance, 2), "rows": rows}
+        overlaps = engine.metric("vllm:cacheflow_overlaps", result="complete")
+    return {"balance_ms": round(balance, 2), "rows": rows, "overlaps": overlaps}
 
 
 def report(result: dict[str, Any]) -> list[str]:
@@ -82,30 +87,31 @@ def report(result: dict[str, Any]) -> list[str]:
             f"{balanced['ratio']:.2f} of the better way at balance (goal {GOAL}): "
             f"{_verdict(balanced['ratio'] <= GOAL)}"
         ),
+        f"{result['overlaps']:.0f} prompts were begun under their last loads",
     ]
 
 
-def _fill(engine: Engine, prompt: list[int], blocks: int) -> float:
-    """Store the prompt; what recompute takes, the median of a few runs."""
+def _fill(engine: Engine, prompts: Iterator[list[int]], blocks: int) -> float:
+    """Store the prefix; what recompute takes, the median of a few runs."""
     engine.steer()
     end = time.monotonic() + 600.0
-    while engine.first_token(prompt, "load") and engine.last_cached < blocks * BLOCK:
+    while engine.first_token(next(prompts), "load") and engine.last_cached < blocks * BLOCK:
         if time.monotonic() > end:
-            raise SystemExit("the prompt is not stored after ten minutes")
-    return statistics.median(engine.first_token(prompt, "recompute") for _ in range(3))
+            raise SystemExit("the prefix is not stored after ten minutes")
+    return statistics.median(engine.first_token(next(prompts), "recompute") for _ in range(3))
 
 
-def _at(engine: Engine, prompt: list[int], delay: float, pairs: int) -> dict[str, Any]:
+def _at(engine: Engine, prompts: Iterator[list[int]], delay: float, pairs: int) -> dict[str, Any]:
     """All pairs at ``delay`` milliseconds a block."""
     engine.steer(seconds=delay / 1000)
-    engine.first_token(prompt, "adaptive")  # learns the new speed
+    engine.first_token(next(prompts), "adaptive")  # learns the new speed
     times: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     for pair in range(pairs):
         turn = pair % len(POLICIES)
         for policy in POLICIES[turn:] + POLICIES[:turn]:
             if policy == "load" and pair >= FEW and _hopeless(times):
                 continue
-            times[policy].append(engine.first_token(prompt, policy))
+            times[policy].append(engine.first_token(next(prompts), policy))
     return _summary(delay, times)
 
 

@@ -38,9 +38,10 @@ def install(folder: Path) -> None:
 
 
 def steer(control: Path, **wishes: float | str) -> None:
-    """``seconds`` a load (one after the other), ``fail_after`` so many loads (-1: never), how to
-    fail (``fault``: "error", "corrupt" or "hang"), ``lookup`` seconds, ``stores`` ("full" or
-    "failed": how they end), ``clear`` (a new number empties the store)."""
+    """``seconds`` to load an object (one after the other; a part of one takes its share),
+    ``fail_after`` so many loads (-1: never) the next ``fail_count`` (all), how to fail (``fault``:
+    "error", "corrupt" or "hang"), ``lookup`` seconds, ``stores`` ("full" or "failed": how they
+    end), ``clear`` (a new number empties the store)."""
     temporary = control.with_suffix(".new")
     temporary.write_text(json.dumps(wishes))
     temporary.replace(control)
@@ -83,18 +84,25 @@ class SteeredStore(StorageBackend):
     async def _load(self, read: Read) -> TransferResult:
         wishes = await self._wishes()
         loop = asyncio.get_running_loop()
-        self._free_at = max(self._free_at, loop.time()) + float(wishes.get("seconds", 0.0))
+        seconds = float(wishes.get("seconds", 0.0)) * await self._share(read)
+        self._free_at = max(self._free_at, loop.time()) + seconds
         due = self._free_at
         seen, count = self._state
         self._state = (seen, count + 1)
         after = int(wishes.get("fail_after", -1))
-        fails = 0 <= after <= count
+        fails = 0 <= after <= count < after + int(wishes.get("fail_count", sys.maxsize))
         if fails and wishes.get("fault") == "hang":
             await asyncio.sleep(3600)
         async for result in self.inner.load([read]):
             await asyncio.sleep(max(due - loop.time(), 0.0))
             return _spoiled(result, str(wishes.get("fault"))) if fails else result
         raise BackendError("no result", operation="load")
+
+    async def _share(self, read: Read) -> float:
+        """Of the object's payload."""
+        (infos,) = await self.inner.lookup([read.key.chunk])
+        sizes = [info.layer_range(info.key.layers)[1] for info in infos if info.key == read.key]
+        return min(read.buffer.nbytes / sizes[0], 1.0) if sizes else 1.0
 
     async def _wishes(self) -> dict[str, float | str]:
         try:

@@ -129,6 +129,15 @@ def _restores(made: Dashboard) -> Dashboard:
         )
         .with_panel(
             rates(
+                "Prompts begun under their last loads",
+                "A second; those that failed were computed from where their loads ended.",
+                {"{{result}}": _rate("cacheflow_overlaps_total", _MODEL, "result")},
+                unit="reqps",
+                stacked=True,
+            )
+        )
+        .with_panel(
+            rates(
                 "Prefix tokens that vLLM did not compute",
                 "A second, by who made them.",
                 {"{{source}}": _rate("cacheflow_restore_tokens_total", _MODEL, "source")},

@@ -8,5 +8,6 @@ plain Python that is tested without it:
 * ``desk``: the scheduler's side, decisions and block pins (engine-core process);
 * ``depot``: the worker's side, tiers, loads and saves (worker process);
 * ``records``: what the two tell each other once a step;
-* ``planner``: how far compute should go next; ``identity``: what keys bind.
+* ``planner``: how far compute should go next; ``identity``: what keys bind;
+* ``jumps`` (scheduler) and ``overlaps`` (worker): passes that begin under their last loads.
 """

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cacheflow.plugins.vllm.planner import WAIT, WHOLE, choose
+from cacheflow.plugins.vllm.planner import WAIT, WHOLE, choose, may_begin, tail
 from cacheflow.plugins.vllm.restores import Phase
 from cacheflow.plugins.vllm.settings import policy_of
 
@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Admission:
-    """``races``: the scheduler is one of ours, so a request can jump."""
+    """``races``: the scheduler is one of ours, so a request can jump; ``hidden``: share of a
+    forward pass under which the last loads may go on."""
 
     settings: VllmSettings
     limits: Limits
@@ -40,6 +41,7 @@ class Admission:
     counts: Counts
     restores: Restores
     races: bool
+    hidden: float = 0.0
 
     def matched(self, request: Request, computed: int) -> int | None:
         """Tokens behind the ``computed`` ones that are staged, or None: ask again next step."""
@@ -54,10 +56,24 @@ class Admission:
 
     def decide(self, restore: Restore, computed: int) -> int:
         """Blocks that compute should take next; see :func:`planner.choose`."""
-        view = restore.view(computed, self.limits)
+        view = restore.view(computed, self.limits, self.hidden)
         if restore.policy == "load" and view.low > view.bottom:
             return WAIT
         return choose(view, self.costs)
+
+    def may_overlap(self, restore: Restore, computed: int) -> bool:
+        """Whether compute may go on behind the prefix now: the rest of the blocks behind the
+        ``computed`` tokens is expected while it does."""
+        if restore.progress is None or not restore.progress.row:
+            return False
+        return may_begin(restore.view(computed, self.limits, self.hidden), self.costs)
+
+    def split(self, restore: Restore, computed: int) -> None:
+        """Have the last blocks above the ``computed`` tokens come by layers, as many as pay."""
+        if self.hidden:
+            blocks = tail(restore.view(computed, self.limits, self.hidden), self.costs)
+            if blocks:
+                self.restores.orders.tails[restore.id] = blocks
 
     def _begin(self, request: Request, computed: int) -> int | None:
         policy = policy_of(self.settings, request.kv_transfer_params)
@@ -91,9 +107,11 @@ class Admission:
             self.restores.close(restore)
             return 0
         self.restores.orders.claims[restore.id] = edge
-        if restore.progress.low <= edge:
+        restore.overlaps = self.may_overlap(restore, computed)
+        if restore.progress.low <= edge or restore.overlaps:
             restore.edge, restore.blocks = edge, WHOLE
             return (found.top - edge) * self.limits.block
+        self.split(restore, computed)
         restore.blocks = self.decide(restore, computed)
         if restore.blocks == WAIT and self._fits(restore, edge):
             return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from cacheflow.types import Buffer, KVLayout
+    from cacheflow.types import Buffer, KVLayout, Span
 
 __all__ = ["BlockMemory"]
 
@@ -51,19 +51,17 @@ class BlockMemory:
 
     def read(self, block_id: int, into: Buffer) -> None:
         """Copy a block out."""
-        for cache, staged in self._pairs(block_id, into):
+        for cache, staged in self._pairs(block_id, into, self._bases):
             ctypes.memmove(staged, cache, self._bytes)
 
-    def write(self, block_id: int, staged: Buffer) -> None:
-        """Copy verified bytes in."""
-        for cache, source in self._pairs(block_id, staged):
+    def write(self, block_id: int, staged: Buffer, layers: Span) -> None:
+        """Copy verified bytes of ``layers`` in."""
+        bases = self._bases[layers.start : layers.stop]
+        for cache, source in self._pairs(block_id, staged, bases):
             ctypes.memmove(cache, source, self._bytes)
 
-    def _pairs(self, block_id: int, buffer: Buffer) -> list[tuple[int, int]]:
-        if not 0 <= block_id < self._blocks or buffer.nbytes != self.nbytes:
-            raise ValueError(f"block {block_id} of {self._blocks}, {buffer.nbytes} bytes")
+    def _pairs(self, block_id: int, buffer: Buffer, bases: Sequence[int]) -> list[tuple[int, int]]:
         stride, offset = self.layout.layer_stride(), block_id * self._bytes
-        return [
-            (base + offset, buffer.address + layer * stride)
-            for layer, base in enumerate(self._bases)
-        ]
+        if not 0 <= block_id < self._blocks or buffer.nbytes != stride * len(bases):
+            raise ValueError(f"block {block_id} of {self._blocks}, {buffer.nbytes} bytes")
+        return [(base + offset, buffer.address + i * stride) for i, base in enumerate(bases)]

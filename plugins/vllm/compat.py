@@ -36,6 +36,7 @@ TOUCHED: Final[dict[str, tuple[str, ...]]] = {
         "skip_zeroing_group_ids",
     ),
     f"{_MANAGER}.cache_blocks": ("self", "request", "num_computed_tokens"),
+    f"{_MANAGER}.evict_blocks": ("self", "block_ids"),
     f"{_MANAGER}.get_block_ids": ("self", "request_id"),
     f"{_POOL}.touch": ("self", "blocks"),
     f"{_POOL}.free_blocks": ("self", "ordered_blocks"),
@@ -47,6 +48,7 @@ TOUCHED: Final[dict[str, tuple[str, ...]]] = {
     f"{_CONNECTOR}.build_prom_metrics": (
         *("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     ),
+    f"{_CONNECTOR}.get_block_ids_with_load_errors": ("self",),
     f"{_CONNECTOR}.get_kv_connector_stats": ("self",),
     f"{_CONNECTOR}.get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
     f"{_CONNECTOR}.has_pending_push_work": ("self",),

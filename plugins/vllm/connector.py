@@ -83,6 +83,8 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.desk: Desk | None = None
         self.depot: Depot | None = None
         self._requests: dict[str, Any] = {}
+        self._layers: dict[str, int] = {}
+        """A layer's name -> its number."""
         self._model = self._describe(vllm_config, kv_cache_config)
 
     def _describe(self, vllm_config: Any, kv_cache_config: Any) -> Model | None:
@@ -114,6 +116,7 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 block=layout.chunk_tokens,
                 budget=config.scheduler_config.max_num_batched_tokens,
                 staged_blocks=staged,
+                layers=layout.num_layers,
                 shares=bool(config.cache_config.enable_prefix_caching),
             ),
             keyring=Keyring(self._model.identity, settings.salt_bytes, layout.chunk_tokens),
@@ -198,7 +201,9 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._model is None:
             return
         layout = self._model.layout
-        caches = [kv_caches[name] for name in sorted(kv_caches, key=_layer_number)]
+        names = sorted(kv_caches, key=_layer_number)
+        self._layers = {name: number for number, name in enumerate(names)}
+        caches = [kv_caches[name] for name in names]
         if len(caches) != layout.num_layers:
             raise ConfigError(f"{len(caches)} KV caches for {layout.num_layers} layers")
         isa = _get_attn_isa(
@@ -228,7 +233,16 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Loads were started when the metadata came; they need no forward context."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request enters the batch only with its prefix in place."""
+        """Before a layer's attention: what the step reads of it is in place on return, or named in
+        :meth:`get_block_ids_with_load_errors`."""
+        # A layer that is not known has no cache of its own: it reads that of one before it.
+        if self.depot is not None and (layer := self._layers.get(layer_name)) is not None:
+            self.depot.overlaps.wait(layer)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that the step has read and that were not there: vLLM drops what it said for the
+        requests that have them."""
+        return self.depot.overlaps.take_invalid() if self.depot is not None else set()
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

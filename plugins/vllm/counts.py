@@ -13,6 +13,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "vllm:cacheflow_lookup_chunks": ("Blocks asked of a tier, by result.", ("tier", "result")),
     "vllm:cacheflow_store_dropped": ("Blocks a tier did not take, by reason.", ("tier", "reason")),
     "vllm:cacheflow_restore_tokens": ("Prefix tokens of restores, by who made them.", ("source",)),
+    "vllm:cacheflow_overlaps": ("Prompts gone on under their last loads, by end.", ("result",)),
     "vllm:cacheflow_restores": ("Requests with stored blocks, by how they went on.", ("how",)),
 }
 """Counter -> what it counts, and its labels. Names begin like vLLM's own, which it takes out of the

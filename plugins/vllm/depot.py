@@ -23,6 +23,7 @@ from cacheflow.plugins.vllm.counts import Counts
 from cacheflow.plugins.vllm.finder import Finder
 from cacheflow.plugins.vllm.loader import OUTSIDE, Loader
 from cacheflow.plugins.vllm.means import Means
+from cacheflow.plugins.vllm.overlaps import Overlaps
 from cacheflow.plugins.vllm.records import Report
 from cacheflow.plugins.vllm.saver import STORES, Saver
 from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE
@@ -62,6 +63,7 @@ class Depot:
         self._provenance = provenance
         self._news = threading.Event()
         self.counts = Counts()
+        self.overlaps = Overlaps(memory.layout.num_layers, SystemClock())
         self._threads = ThreadPoolExecutor(2, "cacheflow-copy", initializer=_use_any_core)
         self._ready: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
@@ -77,12 +79,15 @@ class Depot:
     def carry_out(self, orders: Orders) -> None:
         """Take the orders of a step. Claims hold, and what is staged is in place, on return."""
         loader = self._loader
+        self.overlaps.begin(orders.computes)
         for restore_id, block in orders.claims.items():
             if restore := loader.restores.get(restore_id):
                 restore.take(block)
         for restore_id, (first, ids) in orders.targets.items():
             if restore := loader.restores.get(restore_id):
                 restore.aim(self._memory, first, ids)
+        for restore_id, overlap in orders.overlaps.items():
+            self.overlaps.read(loader.restores.get(restore_id), overlap)
         if orders or loader.starved:
             self._call(orders)
         if orders.idle and self._news.wait(_IDLE_SECONDS):
@@ -90,7 +95,9 @@ class Depot:
 
     def save(self, orders: Orders) -> None:
         """Take the saves of a step whose forward pass has ended."""
-        if orders.saves:
+        if not self.overlaps.end():  # what it computed may be wrong
+            self._saver.refuse(orders.saves)
+        elif orders.saves:
             with suppress(RuntimeError):  # the loop is closed: the worker is on its way out
                 self._loop.call_soon_threadsafe(self._put, orders)
 
@@ -108,6 +115,7 @@ class Depot:
             saves=_taken(saver.outcomes),
             missed=_taken(loader.missed),
             busy=saver.busy and not lost,
+            by_layer=self.overlaps.take_news(),
             lost=lost,
         )
 
@@ -131,6 +139,8 @@ class Depot:
             self._loader.close(restore_id)
         for opened in orders.opened:
             self._loader.open(opened)
+        for restore_id, blocks in orders.tails.items():
+            self._loader.arrange(restore_id, blocks)
         self._loader.pump()
 
     def _put(self, orders: Orders) -> None:
@@ -202,6 +212,7 @@ class Depot:
             SystemClock(),
             deadline,
             self._news.set,
+            self.overlaps.poke,
             self.counts,
         )
         layout_id, layout = self._provenance.layout_id, self._memory.layout

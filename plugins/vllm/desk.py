@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from cacheflow.plugins.vllm.admission import Admission
 from cacheflow.plugins.vllm.counts import Counts
+from cacheflow.plugins.vllm.jumps import Jumps
+from cacheflow.plugins.vllm.pieces import hidden_share
 from cacheflow.plugins.vllm.planner import WHOLE
 from cacheflow.plugins.vllm.restores import Phase, Restores
 from cacheflow.plugins.vllm.saves import Saves
@@ -58,6 +60,8 @@ class Desk:
     _restores: Restores = field(init=False)
     _admission: Admission = field(init=False)
     _saves: Saves = field(init=False)
+    _jumps: Jumps = field(init=False)
+    _may_overlap: bool = False
     _timed: Tile | None = None
     _lost: bool = False
 
@@ -75,6 +79,9 @@ class Desk:
         )
         block = self.limits.block
         self._saves = Saves(self.keyring, self.book, self.cache, self.pins, block)
+        self._jumps = Jumps(
+            self._restores, self._admission, self.limits, self.cache, self._saves, self.counts
+        )
 
     @property
     def pending(self) -> bool:
@@ -83,9 +90,11 @@ class Desk:
 
     # -- admission -----------------------------------------------------------------------------
 
-    def let_race(self, races: bool) -> None:
-        """Whether requests can jump, once it is known which scheduler this is."""
+    def let_race(self, races: bool, *, overlaps: bool = False) -> None:
+        """Whether requests can jump, once it is known which scheduler this is; ``overlaps``: before
+        their last loads, too, since no step is scheduled ahead of what came of the one before."""
         self._admission.races = self.races = races
+        self._may_overlap = overlaps and races and self.settings.overlap
 
     def matched(self, request: Request, computed: int) -> int | None:
         """Tokens behind the ``computed`` ones that are staged, or None: ask again next step."""
@@ -98,16 +107,15 @@ class Desk:
             return
         top, block = restore.found.top, self.limits.block
         if external:
-            restore.phase = Phase.PLACED
             self._aim(restore, restore.edge)
-            self._note_restored(restore, external)
+            self._jumps.enter(restore)
             return
         slots = self.cache.allocate_slots(request, top * block, delay_cache_blocks=True)
         if slots is None:
             self.counts.add("restores", "computed")
             self._restores.close(restore)
             return
-        restore.phase = Phase.RACING
+        self._jumps.race(restore)
         self._aim(restore, max(restore.first, restore.found.bottom))
 
     def _aim(self, restore: Restore, first: int) -> None:
@@ -118,47 +126,16 @@ class Desk:
     # -- steps ---------------------------------------------------------------------------------
 
     def jump(self, running: Callable[[str], bool]) -> None:
-        """Before a step: requests whose two ends have met go on behind their prefix.
-
-        ``running``: whether a request is running now.
-        """
-        for restore in self._restores.all():
-            if restore.phase is Phase.RACING and running(restore.request.request_id):
-                self._try_jump(restore)
-
-    def _try_jump(self, restore: Restore) -> None:
-        request, found, block = restore.request, restore.found, self.limits.block
-        assert found is not None
-        done, end = request.num_computed_tokens, found.top * block
-        if done < end and restore.low(done, block) * block > done:
-            return
-        computed = min(done, end) - restore.first * block
-        self.counts.add("restore_tokens", "recompute", amount=max(computed, 0))
-        if done >= end:
-            self.counts.add("restores", "computed")
-        else:
-            request.num_computed_tokens = end
-            self.cache.cache_blocks(request, end)
-            self._note_restored(restore, end - done)
-        self._restores.close(restore)
-
-    def _note_restored(self, restore: Restore, tokens: int) -> None:
-        self.counts.add("restore_tokens", "load", amount=tokens)
-        self.counts.add("restores", "both" if restore.phase is Phase.RACING else "loaded")
-        stats, request = restore.request.prefill_stats, restore.request
-        if restore.phase is Phase.RACING and stats and not request.num_preemptions:
-            stats.set(
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_local_cached_tokens=stats.num_local_cached_tokens,
-                num_external_cached_tokens=min(
-                    tokens, request.num_prompt_tokens - stats.num_local_cached_tokens
-                ),
-            )
+        """Before a step: requests whose two ends have met, or will while they compute, go on behind
+        their prefix. ``running``: whether a request is running now."""
+        self._jumps.all(running)
 
     def cap(self, request: Request, computed: int, new: int) -> int:
         """How many of the ``new`` tokens behind ``computed`` the step should compute."""
         restore = self._restores.of(request.request_id)
         if restore is None or restore.phase is Phase.PLACED or restore.found is None:
+            return new
+        if restore.overlaps:
             return new
         if restore.phase is Phase.RACING:
             restore.blocks = self._admission.decide(restore, computed)
@@ -166,6 +143,7 @@ class Desk:
             return new
         block = self.limits.block
         stop = (-(-computed // block) + restore.blocks) * block  # WAIT: to the end of a begun block
+        restore.meets = stop <= computed + new
         if stop > computed + new:  # loads can only take whole blocks
             whole = (computed + new) // block * block
             stop = whole if whole > computed else computed + new
@@ -181,12 +159,17 @@ class Desk:
             request = requests[request_id]
             done = request.num_computed_tokens + tokens
             restore = self._restores.of(request_id)
-            if restore is not None and restore.phase is Phase.RACING:
+            if restore is not None and restore.overlaps:
+                self._jumps.order(restore)
+            elif restore is not None and restore.phase is Phase.RACING:
                 next_orders.claims[restore.id] = -(-done // self.limits.block)
+                if restore.meets:
+                    self._admission.split(restore, done)
             if self.settings.save and not self._lost:
                 next_orders.saves += self._saves.plan(request, done, tokens)
         self._time(scheduled, requests)
         orders = self._restores.take_orders()
+        orders.computes = bool(scheduled)
         orders.idle = not scheduled and bool(self._restores.busy or self.pins.held)
         return orders
 
@@ -202,7 +185,7 @@ class Desk:
     def _time(self, scheduled: Mapping[str, int], requests: Mapping[str, Request]) -> None:
         """Steps of one request's prefill alone say what compute costs."""
         self._timed = None
-        if len(scheduled) == 1:
+        if len(scheduled) == 1 and not self._restores.orders.overlaps:
             ((request_id, tokens),) = scheduled.items()
             start = requests[request_id].num_computed_tokens
             if tokens >= _TIMED_TOKENS:
@@ -227,6 +210,8 @@ class Desk:
         self.book.copied(report.copied, self.pins)
         self.book.ended(report.saves)
         self.book.missed(report.missed)
+        if report.by_layer is not None:
+            self._heard_of_layers(report.by_layer)
         if report.lost and not self._lost:
             self._give_up()
 
@@ -236,10 +221,21 @@ class Desk:
         self.book.remember(restore.keys[max(bottom, 0) : max(top, 0)])
         self.book.missed([*restore.keys[: max(bottom, 0)], *restore.keys[max(top, 0) :]])
 
+    def _heard_of_layers(self, by_layer: bool) -> None:
+        if self._may_overlap and not by_layer:
+            _log.warning(
+                "this runner does not ask for each layer before it reads it: what is behind a "
+                "prefix is computed when all of the prefix is there"
+            )
+        self._may_overlap = self._may_overlap and by_layer
+        self._admission.hidden = hidden_share(self.limits.layers) if self._may_overlap else 0.0
+
     def _give_up(self) -> None:
         """The worker's storage is gone: nothing is restored or stored from now on."""
         _log.error("storage has died: every request is computed from now on")
         self._lost = True
+        for restore in self._restores.all():
+            self._jumps.undo(restore)
         self._restores.abandon()
         self.book.abandon(self.pins)
 
@@ -248,12 +244,15 @@ class Desk:
     def finished(self, request_id: str) -> None:
         """The request is over, whatever it was doing."""
         if restore := self._restores.of(request_id):
+            self._jumps.finished(restore)
             self._restores.close(restore)
         self.keyring.forget(request_id)
         self._saves.finished(request_id)
 
     def reset(self) -> None:
         """What is stored does not count any more: the model's weights have changed."""
+        for restore in self._restores.all():
+            self._jumps.undo(restore)
         for restore in self._restores.all():
             self._restores.close(restore)
         self.keyring.renew()

@@ -1,6 +1,6 @@
 """The worker's loads: each restore's blocks from the last one down, verified, then put in place.
 
-Lives on the depot's event loop. Which block is next on which tier, and what becomes of a load; the
+Lives on the depot's event loop. Which piece is next on which tier, and what becomes of a load; the
 bytes are the fetcher's business, and who may write a block the restore's. A load that fails, is
 late or missing ends its restore there: compute takes what is below.
 """
@@ -18,8 +18,10 @@ from cacheflow.costs import ChannelModel
 from cacheflow.errors import ClosedError
 from cacheflow.plugins.vllm.fetcher import Fetcher, LoadFailed
 from cacheflow.plugins.vllm.finder import longest_run
+from cacheflow.plugins.vllm.pieces import Piece, arranged
 from cacheflow.plugins.vllm.records import Found, Progress
 from cacheflow.plugins.vllm.restoring import Restoring
+from cacheflow.types import Span
 
 if TYPE_CHECKING:
     from cacheflow.plugins.vllm.fetcher import Held
@@ -51,8 +53,8 @@ class Loader:
         """Keys of blocks that could not be had, until they are told."""
         self.channels = {name: ChannelModel() for name in means.tiers}
         self._fetcher = Fetcher(means, self.channels)
-        self._flying: dict[str, set[int]] = {name: set() for name in means.tiers}
-        """Loads on their way."""
+        self._flying: dict[str, dict[int, int]] = {name: {} for name in means.tiers}
+        """Loads on their way, and of how many layers."""
         self._numbers = count(1)
         self.starved = False
         """Some load found no staging memory: ask again."""
@@ -61,7 +63,9 @@ class Loader:
 
     def open(self, order: Opened) -> None:
         """Begin to look for the blocks of a restore, and to load what is found."""
-        restore = Restoring(order.restore, order.first, order.keys, self._means.clock.now())
+        layers = self._means.memory.layout.num_layers
+        now = self._means.clock.now()
+        restore = Restoring(order.restore, order.first, order.keys, now, layers)
         self.restores[order.restore] = restore
         restore.lookup = asyncio.create_task(self._look_up(restore))
 
@@ -71,39 +75,52 @@ class Loader:
         self.ended.append(restore_id)
         if restore is None:  # it ended before
             return
-        for task in [*restore.tasks.values(), *([restore.lookup] if restore.lookup else ())]:
+        for task in [*restore.tasks, *([restore.lookup] if restore.lookup else ())]:
             task.cancel()
         restore.end()
         self.pump()
 
+    def arrange(self, restore_id: int, blocks: int) -> None:
+        """Have the lowest ``blocks`` blocks that are still to be loaded come by bands of layers."""
+        if restore := self.restores.get(restore_id):
+            stop = restore.floor + blocks
+            for tier, waiting in restore.waiting.items():
+                restore.waiting[tier] = arranged(waiting, stop, restore.layers)
+
     def pump(self) -> None:
-        """Start the loads that are due: on every tier the oldest restore's highest block."""
+        """Start the loads that are due: on every tier the oldest restore's next piece."""
         self.starved = False
+        layers = self._means.memory.layout.num_layers
         for tier, flying in self._flying.items():
-            while len(flying) < max(self.channels[tier].depth, _LEAST_DEPTH):
+            while sum(flying.values()) < layers * max(self.channels[tier].depth, _LEAST_DEPTH):
                 chosen = self._next(tier)
                 if chosen is None:
                     break
-                restore, block, held = chosen
+                restore, piece, held = chosen
                 number = next(self._numbers)
-                flying.add(number)
-                task = asyncio.create_task(self._load(restore, block, tier, held, number))
-                restore.tasks[block] = task
-                task.add_done_callback(partial(self._done, restore, block, tier, held, number))
+                flying[number] = len(piece.layers)
+                task = asyncio.create_task(self._load(restore, piece, tier, held, number))
+                restore.tasks.add(task)
+                task.add_done_callback(partial(self._done, restore, piece, tier, held, number))
 
-    def _next(self, tier: str) -> tuple[Restoring, int, Held] | None:
+    def _next(self, tier: str) -> tuple[Restoring, Piece, Held] | None:
         """What to load next over ``tier``, and where to; a restore that finds no staging memory is
         passed over, for memory of requests that are outside the batch comes back late."""
         for restore in self.restores.values():
             waiting = restore.waiting.get(tier)
-            while waiting and waiting[-1] >= max(restore.stop, restore.claim):
+            while waiting:
+                piece = waiting[-1]
+                if piece.block < restore.floor:
+                    waiting.pop()
+                    continue
                 owner = OUTSIDE if restore.targets is None else INSIDE
+                info = restore.stored[piece.block][1]
                 try:
-                    held = self._fetcher.hold(restore.stored[waiting[-1]][1], tier, owner)
+                    held = self._fetcher.hold(info, piece.layers, tier, owner)
                 except ClosedError:
                     return None
                 except LoadFailed as error:
-                    self._failed(restore, waiting.pop(), tier, error)
+                    self._failed(restore, waiting.pop().block, tier, error)
                     continue
                 if held is not None:
                     return restore, waiting.pop(), held
@@ -113,26 +130,26 @@ class Loader:
 
     def _left(self, tier: str, number: int) -> None:
         """A load has left the tier: the next one may begin."""
-        self._flying[tier].discard(number)
+        self._flying[tier].pop(number, None)
         self.pump()
 
     def _done(
         self,
         restore: Restoring,
-        block: int,
+        piece: Piece,
         tier: str,
         held: Held,
         number: int,
         task: asyncio.Task[None],
     ) -> None:
-        restore.tasks.pop(block, None)
-        self._flying[tier].discard(number)
+        restore.tasks.discard(task)
+        self._flying[tier].pop(number, None)
         if task.cancelled():  # perhaps before it began: then nobody else gives its memory back
             held.release()
         else:  # when one is cancelled nothing new should begin: the loop may be ending
             if (error := task.exception()) is not None:
                 _log.error("a load ended unexpectedly", exc_info=error)
-                restore.stop = max(restore.stop, block + 1)
+                restore.stop = max(restore.stop, piece.block + 1)
             self.pump()
         if restore.is_over:
             self._means.changed()  # complete, or over: the scheduler should know at once
@@ -140,8 +157,9 @@ class Loader:
     async def _look_up(self, restore: Restoring) -> None:
         restore.stored = await self._finder.find(restore.first, restore.keys)
         bottom, top = longest_run(restore.stored)
+        whole = Span(0, restore.layers)
         for block in range(bottom, top):
-            restore.waiting.setdefault(restore.stored[block][0], []).append(block)
+            restore.waiting.setdefault(restore.stored[block][0], []).append(Piece(block, whole))
         restore.low, restore.stop = top, bottom
         restore.since = self._means.clock.now()
         restore.found = Found(bottom, top)
@@ -149,20 +167,21 @@ class Loader:
         self._means.changed()
 
     async def _load(
-        self, restore: Restoring, block: int, tier: str, held: Held, number: int
+        self, restore: Restoring, piece: Piece, tier: str, held: Held, number: int
     ) -> None:
+        info, nbytes = restore.stored[piece.block][1], held.buffer.nbytes
         try:
             left = partial(self._left, tier, number)
-            await self._fetcher.fetch(restore.stored[block][1], tier, held, left)
+            await self._fetcher.fetch(info, piece.layers, tier, held, left)
         except LoadFailed as error:
             held.release()
-            self._failed(restore, block, tier, error)
+            self._failed(restore, piece.block, tier, error)
             return
         except BaseException:
             held.release()
             raise
-        await self._land(restore, block, held)
-        self._means.counts.add("transfer_bytes", tier, "load", amount=self._means.memory.nbytes)
+        await self._land(restore, piece, held)
+        self._means.counts.add("transfer_bytes", tier, "load", amount=nbytes)
 
     def _failed(self, restore: Restoring, block: int, tier: str, error: LoadFailed) -> None:
         """Compute takes the block and those below it; it is stored again when it is there."""
@@ -170,15 +189,17 @@ class Loader:
         self._means.counts.add("load_failures", tier, error.reason)
         self.missed.append(restore.keys[block - restore.first])
         restore.stop = max(restore.stop, block + 1)
+        self._means.landed()
 
-    async def _land(self, restore: Restoring, block: int, held: Held) -> None:
-        """Keep a verified block, or put it in place where its target is known."""
-        if restore.land(block, held):
+    async def _land(self, restore: Restoring, piece: Piece, held: Held) -> None:
+        """Keep what is verified, or put it in place where its target is known."""
+        if restore.land(piece, held):
             loop, means = asyncio.get_running_loop(), self._means
-            copy = loop.run_in_executor(means.threads, restore.place, means.memory, block)
+            copy = loop.run_in_executor(means.threads, restore.place, means.memory, piece.block)
             await asyncio.shield(copy)  # a copy that has begun ends; close() waits at the lock
         restore.since = self._means.clock.now()
         restore.settle()
+        self._means.landed()
 
     # -- from any thread -----------------------------------------------------------------------
 
@@ -194,12 +215,15 @@ class Loader:
         seconds, latency = self._speed(tier)
         ahead = self._ahead(restore, tier) * (seconds or 0.0)
         nothing_yet = restore.found is not None and restore.low == restore.found.top
+        part, row = restore.partial()
         return Progress(
             low=restore.low,
             waited=now - restore.since,
             block_seconds=seconds,
-            first_seconds=ahead + (latency if nothing_yet else 0.0),
+            first_seconds=ahead + (latency if nothing_yet and not part else 0.0),
             dead=restore.is_over,
+            part=part,
+            row=row,
         )
 
     def _tier_of(self, restore: Restoring) -> str:

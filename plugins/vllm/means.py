@@ -33,4 +33,6 @@ class Means:
     """Seconds after which one transfer is given up."""
     changed: Callable[[], None]
     """Called when there is something to report; from any thread."""
+    landed: Callable[[], None]
+    """Called when something is in place, or has failed; from any thread."""
     counts: Counts

@@ -7,6 +7,7 @@ before the step ends: the point where the two will meet is predicted, and the st
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.types import Tile
@@ -14,7 +15,7 @@ from cacheflow.types import Tile
 if TYPE_CHECKING:
     from cacheflow.costs import ComputeModel
 
-__all__ = ["WAIT", "WHOLE", "View", "choose"]
+__all__ = ["WAIT", "WHOLE", "View", "choose", "hideable", "may_begin", "tail"]
 
 WAIT: Final = 0
 """Compute nothing for this request now: its loads end sooner by themselves."""
@@ -31,6 +32,8 @@ _LATE: Final = 2.0
 """A block that takes this many times what was expected is late: compute goes on instead."""
 _LATE_SECONDS: Final = 0.005
 """... but at least this much longer."""
+_LEAST_BLOCK: Final = 0.002
+"""Seconds a block below which reads of single layers would cost more than they hide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,10 @@ class View:
     """Seconds since the last block arrived."""
     budget: int
     """Tokens that a step may compute."""
+    part: float = 0.0
+    """What is there of the blocks below ``low``, in blocks."""
+    hidden: float = 0.0
+    """Share of the forward pass behind the top under which loads may go on."""
 
     @property
     def edge(self) -> int:
@@ -87,20 +94,48 @@ def choose(view: View, costs: ComputeModel) -> int:
 
 def _weigh(view: View, needed: int, costs: ComputeModel) -> int:
     behind = _pass(view.top * view.block, view.tokens, view.budget, costs)
+    hidden = hideable(view, costs)
     counts = range(max(needed, 1), view.gap + 1)
-    best, blocks = min((_both(view, count, costs), count) for count in counts)
+    best, blocks = min((_both(view, count, hidden, costs), count) for count in counts)
     whole = _pass(view.done, view.tokens, view.budget, costs)
     if not needed and not _is_late(view):
-        alone = _left(view, view.gap) + behind
+        alone = max(_left(view, view.gap) - hidden, 0.0) + behind
         if min(best + behind, whole) >= alone * (1.0 - _WORTH):
             return WAIT
     return WHOLE if whole <= (best + behind) * (1.0 + _WORTH) else blocks
 
 
-def _both(view: View, count: int, costs: ComputeModel) -> float:
-    """Seconds until ``count`` blocks are computed and the rest of the gap is loaded."""
+def hideable(view: View, costs: ComputeModel) -> float:
+    """Seconds for which loads may go on after the pass behind the top has begun."""
+    if view.block_seconds is None or view.block_seconds < _LEAST_BLOCK:
+        return 0.0
+    start = view.top * view.block
+    stop = min(view.tokens, start + view.budget)
+    return view.hidden * (costs.layer_seconds(Tile(0, start, stop)) or 0.0)
+
+
+def tail(view: View, costs: ComputeModel) -> int:
+    """How many of the last blocks should come by layers, so that a pass can begin under them."""
+    hidden = hideable(view, costs)
+    if not hidden or view.block_seconds is None:
+        return 0
+    return ceil(hidden / view.hidden / view.block_seconds)
+
+
+def may_begin(view: View, costs: ComputeModel) -> bool:
+    """Whether all that is still to come is expected while the pass behind the top runs."""
+    hidden = hideable(view, costs)
+    if not hidden or view.bottom > view.edge or view.done % view.block or _is_late(view):
+        return False
+    return _left(view, view.gap) <= hidden
+
+
+def _both(view: View, count: int, hidden: float, costs: ComputeModel) -> float:
+    """Seconds until ``count`` blocks are computed and of the rest of the gap no more is to be
+    loaded than ``hidden`` seconds bring."""
     stop = (view.edge + count) * view.block
-    return max(_pass(view.done, stop, view.budget, costs), _left(view, view.gap - count))
+    left = _left(view, view.gap - count) - hidden
+    return max(_pass(view.done, stop, view.budget, costs), left)
 
 
 def _left(view: View, blocks: int) -> float:
@@ -108,13 +143,14 @@ def _left(view: View, blocks: int) -> float:
 
     One that is late is expected to take as long again as it is late.
     """
-    if not blocks:
+    rest = blocks - view.part
+    if rest <= 0.0:
         return 0.0
     seconds = view.block_seconds
     assert seconds is not None
-    first = seconds + view.first_seconds
+    first = min(rest, 1.0) * seconds + view.first_seconds
     head = max(first - view.waited, view.waited - first, 0.0)
-    return head + (blocks - 1) * seconds
+    return head + max(rest - 1.0, 0.0) * seconds
 
 
 def _is_late(view: View) -> bool:

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Found", "Opened", "Orders", "Progress", "Report", "SaveOrder", "SaveOutcome"]
+__all__ = [
+    "Found",
+    "Opened",
+    "Orders",
+    "Overlap",
+    "Progress",
+    "Report",
+    "SaveOrder",
+    "SaveOutcome",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,16 @@ class SaveOrder:
     tenant: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A step reads blocks that are still being loaded: ``ids`` are those from block ``first`` to
+    the restore's top. What is not there ``seconds`` after the step began is given up."""
+
+    first: int
+    ids: tuple[int, ...]
+    seconds: float
+
+
 @dataclass(slots=True)
 class Orders:
     """One step's orders to the worker, in the order in which they are carried out."""
@@ -47,12 +66,19 @@ class Orders:
     """Restore -> blocks below this number belong to compute from this step on."""
     targets: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Restore -> number of the first block and ids of it and those behind: where loads go."""
+    tails: dict[int, int] = field(default_factory=dict)
+    """Restore -> so many of the lowest blocks that are still to be loaded come by layers."""
+    overlaps: dict[int, Overlap] = field(default_factory=dict)
+    """Restore -> what a request of this step reads while it is still being loaded."""
     saves: list[SaveOrder] = field(default_factory=list)
+    computes: bool = False
+    """The step has a forward pass."""
     idle: bool = False
     """Nothing is computed in this step: the worker may wait a moment for a load."""
 
     def __bool__(self) -> bool:
-        return bool(self.closed or self.opened or self.claims or self.targets or self.saves)
+        aims = self.claims or self.targets or self.tails
+        return bool(self.closed or self.opened or aims or self.saves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +103,10 @@ class Progress:
     """Latency and the loads of others that the next block still has to wait for."""
     dead: bool = False
     """It will not get any lower: a load failed, was late, or nothing is left to load."""
+    part: float = 0.0
+    """What is there of the blocks below ``low``, in blocks."""
+    row: bool = False
+    """That includes the first layer of each block that is still to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +132,12 @@ class Report:
     """Keys of blocks that were listed and could not be had."""
     busy: bool = False
     """Something is still going on that will be reported later."""
+    by_layer: bool | None = None
+    """Whether forward passes ask for each layer before they read it; None: nothing new."""
     lost: bool = False
     """The worker's storage thread has died: nothing will be loaded, stored or told any more."""
 
     def __bool__(self) -> bool:
         told = self.ended or self.copied or self.saves or self.missed
-        return bool(self.found or self.progress or told or self.lost)
+        news = self.lost or self.by_layer is not None
+        return bool(self.found or self.progress or told or news)

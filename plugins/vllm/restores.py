@@ -45,6 +45,8 @@ class Limits:
     """Tokens a step may compute."""
     staged_blocks: int
     """Blocks that staging memory holds for loads."""
+    layers: int
+    """Of the model."""
     shares: bool
     """Local prefix caching is on."""
 
@@ -61,24 +63,31 @@ class Restore:
     policy: str
     opened: float
     edge: int = 0
-    """Blocks before this one were in the local prefix cache when it entered."""
+    """Blocks before this one were in the local prefix cache when it entered, or computed when it
+    went on under its last loads."""
+    base: int = 0
+    """Tokens that were there when it entered."""
     asked: int = 0
     phase: Phase = Phase.OUTSIDE
     found: Found | None = None
     progress: Progress | None = None
     blocks: int = 0
     """Blocks compute may take in this step; WHOLE: as many as it likes."""
+    meets: bool = False
+    """The step that is scheduled is planned to end where the loads will be."""
+    overlaps: bool = False
+    """It runs behind its prefix, whose last blocks (from ``edge`` on) are still being loaded."""
 
     def low(self, computed: int, block: int) -> int:
         """The first block that loads bring, with ``computed`` tokens done or given to a step. In a
         race a block that compute has begun is compute's, whatever the last report says: where
         steps are scheduled ahead it may be older than the claim that had the load refused."""
         assert self.progress is not None
-        begun = -(-computed // block) if self.phase is Phase.RACING else 0
-        return max(self.progress.low, begun)
+        races = self.phase is Phase.RACING and not self.overlaps
+        return max(self.progress.low, -(-computed // block) if races else 0)
 
-    def view(self, computed: int, limits: Limits) -> View:
-        """As the planner sees it, with ``computed`` tokens done."""
+    def view(self, computed: int, limits: Limits, hidden: float = 0.0) -> View:
+        """As the planner sees it, with ``computed`` tokens done; ``hidden``: see there."""
         found, progress = self.found, self.progress
         assert found is not None
         assert progress is not None
@@ -93,6 +102,8 @@ class Restore:
             first_seconds=progress.first_seconds,
             waited=progress.waited,
             budget=limits.budget,
+            part=progress.part,
+            hidden=hidden,
         )
 
 
@@ -157,8 +168,8 @@ class Restores:
         first = restore.keys[0]
         if self._leaders.get(first) == restore.id:
             del self._leaders[first]
-        self.orders.targets.pop(restore.id, None)
-        self.orders.claims.pop(restore.id, None)
+        for orders in (self.orders.targets, self.orders.claims, self.orders.tails):
+            orders.pop(restore.id, None)
         pinned = self._pinned.pop(restore.id, ())
         unheard = [order for order in self.orders.opened if order.restore == restore.id]
         if unheard:  # the worker was never told of it

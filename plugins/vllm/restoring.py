@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from cacheflow.plugins.vllm.blocks import BlockMemory
     from cacheflow.plugins.vllm.fetcher import Held
+    from cacheflow.plugins.vllm.pieces import Piece
     from cacheflow.plugins.vllm.records import Found
     from cacheflow.types import ChunkInfo
 
@@ -30,18 +31,24 @@ class Restoring:
     keys: tuple[bytes, ...]
     since: float
     """When something last arrived for it."""
+    layers: int
+    """Of every block."""
     stored: dict[int, tuple[str, ChunkInfo]] = field(default_factory=dict)
     """Block -> tier and object."""
     found: Found | None = None
-    waiting: dict[str, list[int]] = field(default_factory=dict)
-    """Tier -> blocks not asked for yet, the next one last."""
+    waiting: dict[str, list[Piece]] = field(default_factory=dict)
+    """Tier -> what was not asked for yet, the next one last."""
     stop: int = 0
     """Nothing below is loaded: not stored, failed, or compute's."""
-    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
     lookup: asyncio.Task[None] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    landed: dict[int, Held | None] = field(default_factory=dict)
-    """Under the lock: verified blocks, with their bytes while they are not in place."""
+    held: dict[int, list[tuple[Piece, Held]]] = field(default_factory=dict)
+    """Under the lock: block -> what is verified and not in place."""
+    landed: dict[int, int] = field(default_factory=dict)
+    """Under the lock: block -> its verified layers, as bits."""
+    placed: dict[int, int] = field(default_factory=dict)
+    """Under the lock: those that are in place."""
     low: int = 0
     claim: int = 0
     """Under the lock: blocks below are compute's."""
@@ -51,30 +58,35 @@ class Restoring:
     @property
     def is_over(self) -> bool:
         """It will not get any lower."""
-        return self.low <= max(self.stop, self.claim)
+        return self.low <= self.floor
 
-    def land(self, block: int, held: Held) -> bool:
-        """Keep a verified block, or let go of it if it is not wanted any more; whether there is
+    @property
+    def floor(self) -> int:
+        """The lowest block that is still to be loaded."""
+        return max(self.stop, self.claim)
+
+    def land(self, piece: Piece, held: Held) -> bool:
+        """Keep what is verified, or let go of it if it is not wanted any more; whether there is
         anything to :meth:`place`."""
         with self.lock:
-            if self.closed or block < self.claim:
+            if self.closed or piece.block < self.claim:
                 held.release()
                 return False
-            self.landed[block] = held
+            self.held.setdefault(piece.block, []).append((piece, held))
+            self.landed[piece.block] = self.landed.get(piece.block, 0) | piece.mask
             return self.targets is not None
 
     def place(self, memory: BlockMemory, block: int) -> None:
-        """Copy a landed block to its target, unless compute has it by now."""
+        """Copy what has landed of a block to its target, unless compute has it by now."""
         with self.lock:
-            held, target = self.landed.get(block), self._target(block)
-            if held is None:
-                return
-            if target is not None:
-                memory.write(target, held.buffer)
-                self.landed[block] = None
-            else:
-                del self.landed[block]  # it counts as there only if it is in place
-            held.release()
+            target = self._target(block)
+            for piece, held in self.held.pop(block, ()):
+                if target is not None:
+                    memory.write(target, held.buffer, piece.layers)
+                    self.placed[block] = self.placed.get(block, 0) | piece.mask
+                else:
+                    self.landed.pop(block, None)  # it counts as there only if it is in place
+                held.release()
 
     def take(self, block: int) -> None:
         """Blocks below ``block`` are compute's from now on: nothing is copied into them."""
@@ -85,7 +97,7 @@ class Restoring:
         """Say where blocks from ``first`` on go; what has landed is in place when this returns."""
         with self.lock:
             self.targets = (first, ids)
-            landed = [block for block, held in self.landed.items() if held is not None]
+            landed = list(self.held)
         for block in landed:
             self.place(memory, block)
         self.settle()
@@ -93,26 +105,42 @@ class Restoring:
     def settle(self) -> None:
         """Find anew how far down everything is there; a refused copy may have made a gap."""
         assert self.found is not None
+        whole = (1 << self.layers) - 1
         with self.lock:
-            low = self.found.top
-            while self._is_there(low - 1):
+            there, low = self._there(), self.found.top
+            while there.get(low - 1) == whole:
                 low -= 1
             self.low = low
+
+    def partial(self) -> tuple[float, bool]:
+        """What has landed of blocks that are not complete, in blocks; and whether that includes the
+        first layer of each of them."""
+        with self.lock:
+            parts = [self.landed.get(block, 0) for block in range(self.floor, self.low)]
+        row = bool(parts) and all(part & 1 for part in parts)
+        return sum(part.bit_count() for part in parts) / self.layers, row
+
+    def has(self, layer: int, first: int) -> bool:
+        """Whether ``layer`` of every block from ``first`` to the top is in place."""
+        bit = 1 << layer
+        with self.lock:
+            return all(self.placed.get(block, 0) & bit for block in range(first, self.low))
 
     def end(self) -> None:
         """Nothing is copied any more: a copy under way has ended when this returns, and no other
         begins. Gives back what has landed."""
         with self.lock:
             self.closed = True
-            for held in self.landed.values():
-                if held is not None:
-                    held.release()
+            for held in self.held.values():
+                for _, each in held:
+                    each.release()
+            self.held.clear()
             self.landed.clear()
 
-    def _is_there(self, block: int) -> bool:
-        """Whether compute may count on it: in place, or before there is one, verified. A block that
-        is still being copied is not there, though a later one may be."""
-        return block in self.landed and (self.targets is None or self.landed[block] is None)
+    def _there(self) -> dict[int, int]:
+        """The layers that compute may count on: those in place, or before there is one, verified.
+        What is still being copied is not there, though a later block may be."""
+        return self.landed if self.targets is None else self.placed
 
     def _target(self, block: int) -> int | None:
         """Block id to copy ``block`` to, if it is known and compute has not claimed it."""

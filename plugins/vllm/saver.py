@@ -68,6 +68,12 @@ class Saver:
         """Queue an order; its outcome says when the block is free."""
         self._orders.put_nowait(order)
 
+    def refuse(self, orders: Sequence[SaveOrder]) -> None:
+        """Store none of these; from any thread."""
+        for order in orders:
+            self.copied.append(order.save)
+            self.outcomes.append(SaveOutcome(order.save, stored=False))
+
     async def run(self) -> None:
         """Take blocks until cancelled; then what is staged is given up too."""
         try:

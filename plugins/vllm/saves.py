@@ -150,6 +150,11 @@ class Saves:
         )
         return orders
 
+    def rewind(self, request_id: str, block: int) -> None:
+        """Blocks from ``block`` on are computed again."""
+        if request_id in self._planned:
+            self._planned[request_id] = min(self._planned[request_id], block)
+
     def finished(self, request_id: str) -> None:
         self._planned.pop(request_id, None)
 

@@ -1,8 +1,9 @@
 """vLLM's schedulers with three places in which CacheFlow has a say.
 
 Before a step, requests whose ends have met jump behind their prefix; in a step, the chunk of a
-request that is being restored is capped; after a step, its time is learned. Everything else is
-vLLM's. With another connector, or none, these are vLLM's schedulers unchanged.
+request that is being restored is capped; after a step, its time is learned, and what it read too
+early is computed anew. Everything else is vLLM's. With another connector, or none, these are
+vLLM's schedulers unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class RestoringMixin(Scheduler):  # type: ignore[misc]
         if isinstance(connector, CacheFlowConnector) and connector.desk is not None:
             self._desk = connector.desk
             # Runner V2 keeps its own count of computed tokens, so that a jump would be lost.
-            self._desk.let_race(not self.use_v2_model_runner)
+            races = not self.use_v2_model_runner
+            self._desk.let_race(races, overlaps=not isinstance(self, AsyncScheduler))
+            self.recompute_kv_load_failures = True  # a load that fails costs time, not the request
         self._steps: dict[int, tuple[float, Tile]] = {}
         """Scheduler outputs under way: when they began and what they compute."""
         self._step_ended = 0.0
@@ -64,7 +67,25 @@ class RestoringMixin(Scheduler):  # type: ignore[misc]
         if self._desk is not None and step is not None:
             self._desk.costs.observe(step[1], now - max(step[0], self._step_ended))
         self._step_ended = now
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        told = model_runner_output.kv_connector_output
+        if self._desk is not None and told is not None and told.invalid_block_ids:
+            self._compute_anew(told.invalid_block_ids)
+        return outputs
+
+    def _compute_anew(self, invalid: set[int]) -> None:
+        """Every request that has one of these blocks computes it and all that follow, and nobody
+        finds them. vLLM lets the second of two that share a block count on the first, which may
+        need several steps."""
+        stale = set(invalid)
+        for request in self.running:
+            (ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            bad = next((i for i, block_id in enumerate(ids) if block_id in invalid), None)
+            if bad is not None:
+                stale.update(ids[bad:])
+                computed = min(request.num_computed_tokens, bad * self.block_size)
+                request.num_computed_tokens = computed
+        self.kv_cache_manager.evict_blocks(stale)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Pins are lifted for the moment: blocks that storage reads or writes are given to nobody

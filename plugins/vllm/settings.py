@@ -34,6 +34,8 @@ class VllmSettings(Settings):
     loaded before the request takes any blocks."""
     save: bool = True
     """Store what is computed."""
+    overlap: bool = True
+    """Compute what is behind a prefix while its last layers are still being loaded."""
     lookup_patience: float = Field(default=0.25, gt=0, le=60)
     """Seconds a request waits for the tiers to say what they have."""
 

@@ -62,8 +62,8 @@ def expected(model: Path, folder: Path) -> dict[tuple[int, ...], list[int]]:
     from tests.vllm.prompts import PROMPTS
     from tests.vllm.serving import NEW_TOKENS, Serving
 
-    with Serving.start(model, folder, plain=True) as plain:
-        outputs = plain.generate(PROMPTS, max_tokens=NEW_TOKENS)
+    with Serving.serve(model, folder, plain=True) as plain:
+        outputs = plain.generate(PROMPTS, tokens=NEW_TOKENS)
     return {tuple(p): tokens for p, tokens in zip(PROMPTS, outputs, strict=True)}
 
 
@@ -74,7 +74,7 @@ def serving(request: pytest.FixtureRequest, model: Path, folder: Path) -> Iterat
 
     options = getattr(request.module, "ENGINE", {})
     request.getfixturevalue("expected")  # its engine has to be gone before the next one starts
-    with Serving.start(model, folder, **options) as serving:
+    with Serving.serve(model, folder, **options) as serving:
         yield serving
 
 

@@ -25,4 +25,6 @@ def _forks() -> list[list[int]]:
 EDGES: Final = [BASE[:n] for n in (1, 127, 128, 129, 255, 256, 257, 1024, 1025, 2047)]
 FORKS: Final = _forks()
 LONG: Final = [*BASE, *random.Random(9).choices(range(2048), k=40)]
-PROMPTS: Final = [LONG, *EDGES, *FORKS]
+TAILED: Final = [*BASE, *random.Random(13).choices(range(2048), k=120)]
+"""Behind what is stored there is as much to compute as can be without a block of its own."""
+PROMPTS: Final = [LONG, TAILED, *EDGES, *FORKS]

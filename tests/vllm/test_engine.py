@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.prompts import BLOCK, EDGES, FORKS, LONG
+from tests.vllm.prompts import BLOCK, EDGES, FORKS, LONG, TAILED
 
 if TYPE_CHECKING:
     from tests.vllm.serving import Serving
@@ -35,7 +36,7 @@ def test_same_tokens_at_any_speed(
 def test_whole_blocks_count_as_cached(serving: Serving) -> None:
     """A fast store gives every whole block, and the request's usage says so."""
     serving.generate([LONG], "load")
-    assert serving.cached == [len(LONG) // BLOCK * BLOCK]
+    assert serving.found == [len(LONG) // BLOCK * BLOCK]
 
 
 def test_edges(serving: Serving, expected: Expected) -> None:
@@ -43,7 +44,7 @@ def test_edges(serving: Serving, expected: Expected) -> None:
     for policy in ("load", "adaptive"):
         for prompt in EDGES:
             assert serving.generate([prompt], policy) == [expected[tuple(prompt)]]
-    assert serving.cached == [(len(EDGES[-1]) - 1) // BLOCK * BLOCK]
+    assert serving.found == [(len(EDGES[-1]) - 1) // BLOCK * BLOCK]
 
 
 @pytest.mark.parametrize("fault", ["error", "corrupt", "hang"])
@@ -57,25 +58,61 @@ def test_failed_loads_are_computed(
         assert serving.generate([LONG], policy) == [expected[tuple(LONG)]]
 
 
+def overlaps(serving: Serving, result: str) -> float:
+    return serving.metric("vllm:cacheflow_overlaps", result=result)
+
+
+@pytest.mark.parametrize("policy", ["load", "adaptive"])
+def test_goes_on_under_its_last_loads(serving: Serving, expected: Expected, policy: str) -> None:
+    """What is behind the prefix is computed while the last layers come, and comes out the same."""
+    serving.steer(seconds=0.01)
+    before = overlaps(serving, "complete")
+
+    def asked() -> None:
+        assert serving.generate([TAILED], policy) == [expected[tuple(TAILED)]]
+        assert serving.found[0] <= len(TAILED) // BLOCK * BLOCK
+
+    assert serving.comes(lambda: overlaps(serving, "complete") > before, asked)
+
+
+@pytest.mark.parametrize("fault", ["error", "corrupt", "hang"])
+def test_a_load_that_fails_under_a_pass_is_computed(
+    serving: Serving, expected: Expected, fault: str
+) -> None:
+    """vLLM drops what the pass said and takes the request back; others are not disturbed."""
+    before = overlaps(serving, "failed")
+    numbers = count(14)
+
+    def asked() -> None:
+        after = next(numbers)
+        failing = 14 + after % 8
+        serving.steer(seconds=0.01, fail_after=failing, fail_count=1, fault=fault, number=after)
+        prompts = [TAILED, EDGES[-1]]
+        assert serving.generate(prompts) == [expected[tuple(prompt)] for prompt in prompts]
+
+    assert serving.comes(lambda: overlaps(serving, "failed") > before, asked)
+
+
 def test_aborted_while_it_is_restored(serving: Serving, expected: Expected) -> None:
     """An abort in any state of a restore frees everything; the others go on."""
     serving.steer(seconds=0.02)
     for policy in ("load", "adaptive"):
         for steps in (1, 3, 10):
             dropped, kept = serving.submit(LONG, policy), serving.submit(EDGES[-1], policy)
-            serving.work(until=iter([False] * steps + [True]).__next__)
+            done = serving.work(until=iter([False] * steps + [True]).__next__)
             serving.abort(dropped)
-            assert serving.work(lambda: False)[kept] == expected[tuple(EDGES[-1])]
+            done |= serving.work()
+            assert done[kept] == expected[tuple(EDGES[-1])]
 
 
 def test_tenants_do_not_share(serving: Serving, expected: Expected) -> None:
     """Another cache_salt finds nothing, and later its own."""
-    from tests.vllm.serving import params
+    from tests.vllm.serving import NEW_TOKENS, greedy
 
     prompt = {"prompt_token_ids": EDGES[-1], "cache_salt": "other"}
 
     def found() -> int:
-        (output,) = serving.llm.generate([prompt], params("load"), use_tqdm=False)
+        (output,) = serving.llm.generate([prompt], greedy("load", NEW_TOKENS), use_tqdm=False)
         assert list(output.outputs[0].token_ids) == expected[tuple(EDGES[-1])]
         return int(output.num_cached_tokens)
 
@@ -102,9 +139,9 @@ def test_random_batches(serving: Serving, expected: Expected) -> None:
         names = {serving.submit(prompt): prompt for prompt in prompts}
         serving.submit(LONG)
         doomed = serving.submit(LONG)
-        serving.work(until=iter([False] * chance.randrange(1, 6) + [True]).__next__)
+        done = serving.work(until=iter([False] * chance.randrange(1, 6) + [True]).__next__)
         serving.abort(doomed)
-        done = serving.work(lambda: False)
+        done |= serving.work()
         for name, prompt in names.items():
             assert done[name] == expected[tuple(prompt)]
 
@@ -113,4 +150,4 @@ def test_reset_forgets_what_is_stored(serving: Serving, expected: Expected) -> N
     """After the weights may have changed nothing stored before is used again."""
     assert serving.llm.llm_engine.reset_prefix_cache(reset_connector=True)
     assert serving.generate([LONG], "load") == [expected[tuple(LONG)]]
-    assert serving.cached == [0]
+    assert serving.found == [0]

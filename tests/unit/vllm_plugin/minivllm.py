@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,10 @@ class MiniRequest:
     computed: int = 0
     """Tokens that were really computed, not restored."""
 
+    @cached_property
+    def sums(self) -> list[int]:
+        return list(accumulate(self.all_token_ids))
+
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
@@ -105,7 +111,7 @@ class MiniPool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Part:
     """What one step computes of a request."""
 
     request: MiniRequest
@@ -114,28 +120,34 @@ class Piece:
     table: tuple[int, ...]
     preemptions: int
     """Of the request when the step was scheduled: what is computed for it later is stale."""
+    wrong: list[int] = field(default_factory=list)
+    """Layers that read what compute would not have put there."""
 
 
 @dataclass(eq=False)
 class MiniVllm:
     """``step_seconds``: what a step with tokens takes; ``depth``: steps that are scheduled before
-    the first of them is carried out (vLLM's async scheduling has two)."""
+    the first of them is carried out (vLLM's async scheduling has two); ``by_layer``: the runner
+    asks for each layer before it reads it."""
 
     settings: VllmSettings
     pool_blocks: int = 200
     budget: int = 128
     step_seconds: float = 0.0
     depth: int = 1
+    by_layer: bool = True
     waiting: list[MiniRequest] = field(default_factory=list)
     running: list[MiniRequest] = field(default_factory=list)
     done: list[MiniRequest] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     busy: bool = False
+    broken: int = 0
+    """Requests taken back because of what they had read."""
 
     def __post_init__(self) -> None:
         self.pool = MiniPool(self.pool_blocks)
         self.tables: dict[str, list[int]] = {}
-        self.under_way: deque[tuple[Orders, list[Piece]]] = deque()
+        self.under_way: deque[tuple[Orders, list[Part]]] = deque()
         shape = (self.pool_blocks, 1, BLOCK, 2 * 8)
         self.caches = [torch.zeros(shape) for _ in range(LAYOUT.num_layers)]
         memory = BlockMemory(self.caches, LAYOUT)
@@ -143,15 +155,15 @@ class MiniVllm:
         staged = int(self.settings.staging_bytes * OUTSIDE_SHARE) // LAYOUT.payload_bytes()
         self.desk = Desk(
             settings=self.settings,
-            limits=Limits(BLOCK, self.budget, staged, shares=False),
+            limits=Limits(BLOCK, self.budget, staged, LAYOUT.num_layers, shares=False),
             keyring=Keyring({"model": "mini"}, b"", BLOCK),
             book=SaveBook(BLOCK),
             costs=ComputeModel(1e6, 1.0),
             clock=SystemClock(),
             pins=Pins(self.pool),
             cache=self,
-            races=True,
         )
+        self.desk.let_race(races=True, overlaps=self.depth == 1)
 
     # -- KVCacheManager ------------------------------------------------------------------------
 
@@ -205,31 +217,37 @@ class MiniVllm:
         requests = {r.request_id: r for r in self.running}
         orders = self.desk.orders(scheduled, requests, tuple(self.preempted))
         self.preempted.clear()
-        pieces = []
+        parts = []
         for request in self.running:
             if tokens := scheduled.get(request.request_id, 0):
                 start = request.num_computed_tokens
                 table = tuple(self.tables[request.request_id])
                 times = request.num_preemptions
-                pieces.append(Piece(request, start, start + tokens, table, times))
+                parts.append(Part(request, start, start + tokens, table, times))
                 request.num_computed_tokens += tokens
-        self.under_way.append((orders, pieces))
+        self.under_way.append((orders, parts))
         while len(self.under_way) >= (self.depth if scheduled else 1):
             self._carry_out(*self.under_way.popleft())
         return scheduled
 
-    def _carry_out(self, orders: Orders, pieces: list[Piece]) -> None:
+    def _carry_out(self, orders: Orders, parts: list[Part]) -> None:
         self.depot.carry_out(orders)
-        for piece in pieces:
-            self._compute(piece)
-        if pieces and self.step_seconds:
-            time.sleep(self.step_seconds)
+        if parts:
+            self._forward(parts)
         self.depot.save(orders)
+        invalid = self.depot.overlaps.take_invalid()
         report = self.depot.report()
-        for piece in pieces:
-            request = piece.request
-            is_stale = piece.preemptions != request.num_preemptions
-            if piece.stop == request.num_tokens and request in self.running and not is_stale:
+        for part in parts:
+            request = part.request
+            if part.preemptions != request.num_preemptions or request not in self.running:
+                continue
+            bad = [i for i, block_id in enumerate(part.table) if block_id in invalid]
+            if bad:  # what vLLM does, and the mixin
+                self.broken += 1
+                request.num_computed_tokens = min(request.num_computed_tokens, bad[0] * BLOCK)
+                continue
+            assert not part.wrong, f"{request.request_id} read layers {part.wrong} too early"
+            if part.stop == request.num_tokens:
                 self.finish(request)
         self.busy = report.busy
         self.desk.heard(report)
@@ -284,35 +302,47 @@ class MiniVllm:
 
     # -- the model -----------------------------------------------------------------------------
 
-    def _compute(self, piece: Piece) -> None:
-        """Into the blocks that the request had when the step was scheduled."""
-        request = piece.request
-        for position in range(piece.start, piece.stop):
-            for layer in range(LAYOUT.num_layers):
-                block = self.caches[layer][piece.table[position // BLOCK], 0]
-                block[position % BLOCK].fill_(value(request, layer, position))
-        request.computed += piece.stop - piece.start
+    def _forward(self, parts: list[Part]) -> None:
+        for layer in range(LAYOUT.num_layers):
+            if self.by_layer:
+                self.depot.overlaps.wait(layer)
+            for part in parts:
+                self._compute(part, layer)
+            if self.step_seconds:
+                time.sleep(self.step_seconds / LAYOUT.num_layers)
+        for part in parts:
+            part.request.computed += part.stop - part.start
+
+    def _compute(self, part: Part, layer: int) -> None:
+        """Into the blocks that the request had when the step was scheduled; rubbish, if what comes
+        before is not as it should be."""
+        request, table = part.request, part.table
+        before = [value(request, layer, position) for position in range(part.start)]
+        read = self.caches[layer][list(table), 0, :, 0].flatten()[: part.start]
+        if before != read.tolist():
+            part.wrong.append(layer)
+        for position in range(part.start, part.stop):
+            right = -1.0 if part.wrong else value(request, layer, position)
+            self._row(table, layer, position).fill_(right)
 
     def check(self, request: MiniRequest) -> None:
         """Every position that counts as computed holds what compute would have put there, or a step
         that is still to be carried out puts it there."""
-        pieces = [p for _, pieces in self.under_way for p in pieces if p.request is request]
-        first = min((piece.start for piece in pieces), default=request.num_computed_tokens)
+        parts = [p for _, parts in self.under_way for p in parts if p.request is request]
+        first = min((part.start for part in parts), default=request.num_computed_tokens)
         aims = (ids for orders, _ in self.under_way for _, ids in orders.targets.values())
         still_to_be_placed, table = set().union(*aims), self.tables[request.request_id]
         for position in range(first):
             if table[position // BLOCK] in still_to_be_placed:
                 continue
             for layer in range(LAYOUT.num_layers):
-                row = self._row(request, layer, position)
+                row = self._row(table, layer, position)
                 assert bool((row == value(request, layer, position)).all()), position
 
-    def _row(self, request: MiniRequest, layer: int, position: int) -> torch.Tensor:
-        block_id = self.tables[request.request_id][position // BLOCK]
-        return self.caches[layer][block_id, 0, position % BLOCK]
+    def _row(self, table: Sequence[int], layer: int, position: int) -> torch.Tensor:
+        return self.caches[layer][table[position // BLOCK], 0, position % BLOCK]
 
 
 def value(request: MiniRequest, layer: int, position: int) -> float:
     """What the "model" computes: it depends on all tokens up to the position."""
-    tokens = request.all_token_ids
-    return float((sum(tokens[: position + 1]) * 31 + layer * 7 + position) % 65521)
+    return float((request.sums[position] * 31 + layer * 7 + position) % 65521)

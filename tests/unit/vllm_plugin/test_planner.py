@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from cacheflow.costs import ComputeModel
-from cacheflow.plugins.vllm.planner import WAIT, WHOLE, View, choose
+from cacheflow.plugins.vllm.planner import (
+    WAIT,
+    WHOLE,
+    View,
+    choose,
+    hideable,
+    may_begin,
+    tail,
+)
 from cacheflow.types import Tile
 
 BLOCK = 128
@@ -110,3 +118,59 @@ def test_cold_costs_are_found_out() -> None:
     cold = ComputeModel(1e6, 1e-6)
     assert choose(view(None), cold) == WAIT
     assert choose(view(None, waited=0.02), cold) == 4
+
+
+# -- a pass that begins under its last loads ------------------------------------------------------
+
+SUFFIX = 512
+PASS = LAUNCH + TOKEN * SUFFIX
+"""Seconds to compute what is behind the prefix: 276 ms."""
+
+
+def under(block_seconds: float | None, **other: object) -> View:
+    return view(block_seconds, tokens=32 * BLOCK + SUFFIX, hidden=0.8, **other)
+
+
+def test_as_much_is_hidden_as_the_pass_allows(costs: ComputeModel) -> None:
+    """A share of the first pass behind the prefix, whatever comes after it."""
+    assert hideable(under(0.02), costs) == pytest.approx(0.8 * PASS, rel=0.02)
+    long = under(0.02, budget=256)
+    assert hideable(long, costs) == pytest.approx(0.8 * (LAUNCH + TOKEN * 256), rel=0.02)
+    assert hideable(view(0.02), costs) == 0.0
+
+
+def test_so_many_blocks_come_by_layers_as_the_pass_hides(costs: ComputeModel) -> None:
+    """At least one; none where reads of single layers would cost more than they hide."""
+    assert tail(under(0.02), costs) == math.ceil(PASS / 0.02)
+    assert tail(under(5.0), costs) == 1
+    assert tail(under(0.0001), costs) == 0
+    assert tail(under(None), costs) == 0
+    assert tail(under(0.02), ComputeModel(1e6, 1e-6)) == 0
+
+
+def test_a_pass_begins_when_the_rest_comes_in_time(costs: ComputeModel) -> None:
+    """Not before, not while a load is late, and not over what is not stored."""
+    assert may_begin(under(0.02, low=10), costs)
+    assert not may_begin(under(0.02, low=12), costs)
+    assert may_begin(under(0.02, low=12, part=2.0), costs)
+    assert not may_begin(under(0.02, low=10, waited=1.0), costs)
+    assert not may_begin(under(0.02, low=10, bottom=1), costs)
+    assert not may_begin(under(0.02, low=10, done=5), costs)
+    assert not may_begin(view(0.02, low=1), costs)
+
+
+def test_compute_takes_less_when_loads_go_on_under_the_pass(costs: ComputeModel) -> None:
+    """The ends meet where loads have only as much left as the pass hides."""
+    alone = PASS + LAUNCH + TOKEN * 32 * BLOCK
+    with_pass, without = (
+        choose(view(alone / 32, tokens=32 * BLOCK + SUFFIX, hidden=hidden), costs)
+        for hidden in (0.8, 0.0)
+    )
+    assert 0 < with_pass < without
+
+
+def test_loads_alone_are_waited_for_until_the_pass_hides_the_rest(costs: ComputeModel) -> None:
+    """A store that is slower than compute by what the pass hides is as fast as both together."""
+    seconds = (LAUNCH + TOKEN * BLOCK) * 1.5
+    assert choose(view(seconds, low=2, tokens=32 * BLOCK + SUFFIX), costs) != WAIT
+    assert choose(under(seconds, low=2), costs) == WAIT

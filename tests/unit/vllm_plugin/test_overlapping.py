@@ -1,0 +1,235 @@
+"""Requests whose last tokens are computed while the last layers of their prefix are loaded."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cacheflow.plugins.vllm.records import Found, Progress, Report
+from cacheflow.testing import steered
+from tests.unit.vllm_plugin.minivllm import BLOCK, LAYOUT
+from tests.unit.vllm_plugin.test_faults import TOKENS, Steered
+from tests.unit.vllm_plugin.test_restores import STEP, learned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.unit.vllm_plugin.minivllm import MiniRequest, MiniVllm
+
+PREFIX = 384
+BLOCKS = PREFIX // BLOCK
+SECONDS = 0.004
+"""A block, as long as compute takes for one."""
+TRIES = 40
+"""Whether a pass begins under loads is a matter of time, and the machine may be busy."""
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Steered]:
+    rig = Steered(tmp_path)
+    rig.mini.step_seconds = STEP
+    learned(rig.mini)
+    yield rig
+    rig.close()
+
+
+def prompt(number: int) -> list[int]:
+    """Its prefix is stored; what is behind it takes a pass."""
+    return [*TOKENS[:PREFIX], *random.Random(number).choices(range(1000), k=120)]
+
+
+def ended(mini: MiniVllm, result: str) -> float:
+    return mini.desk.counts.take().get(f"vllm:cacheflow_overlaps\t{result}", 0.0)
+
+
+@pytest.mark.parametrize("seconds", [STEP, 0.0])
+@pytest.mark.parametrize("policy", ["load", "adaptive"])
+def test_a_pass_begins_under_the_last_loads(rig: Steered, policy: str, seconds: float) -> None:
+    """It reads each layer when it is there (the miniature looks), and the prefix is restored; also
+    if it is at the next layer sooner than was thought."""
+    rig.mini.step_seconds = seconds
+    steered.steer(rig.control, seconds=SECONDS)
+    for number in range(TRIES):
+        request = rig.mini.add(f"r{number}", prompt(number), policy)
+        rig.mini.run()
+        assert request in rig.mini.done
+        if ended(rig.mini, "complete"):
+            assert rig.mini.broken == 0
+            return
+    pytest.fail("no pass began before its loads had ended")
+
+
+@pytest.mark.parametrize("fault", ["error", "corrupt", "hang"])
+def test_a_load_that_fails_under_a_pass_is_computed(rig: Steered, fault: str) -> None:
+    """The request is taken back to where the loads are, computes the rest, and ends right."""
+    for number in range(TRIES):
+        steered.steer(
+            rig.control,
+            seconds=SECONDS,
+            fail_after=BLOCKS + 4 + number % 4,
+            fail_count=1,
+            fault=fault,
+            number=number,
+        )
+        request = rig.mini.add(f"r{number}", prompt(number), "load" if number % 2 else "adaptive")
+        rig.mini.run()
+        assert request in rig.mini.done
+        if rig.mini.broken:
+            assert ended(rig.mini, "failed")
+            return
+    pytest.fail("no load failed under a pass")
+
+
+def test_a_runner_that_does_not_ask_for_layers_gets_whole_prefixes(rig: Steered) -> None:
+    """Nothing is begun early after its first pass, and before it nothing is known."""
+    rig.mini.by_layer = False
+    rig.mini.depot.overlaps.take_news()
+    steered.steer(rig.control, seconds=SECONDS)
+    warm = rig.mini.add("warm", prompt(0), "recompute")
+    rig.mini.run()
+    for number in range(5):
+        rig.mini.add(f"r{number}", prompt(number), "load")
+        rig.mini.run()
+    assert warm in rig.mini.done
+    assert rig.mini.broken == 0
+    assert not [key for key in rig.mini.desk.counts.take() if "overlaps" in key]
+
+
+def test_many_at_once(rig: Steered) -> None:
+    """Whatever fails, is aborted or preempted: nobody keeps what was read too early."""
+    rig.mini.step_seconds = 0.004
+    chance = random.Random(11)
+    for number in range(40):
+        if number % 4 == 0:
+            fault = chance.choice(["error", "corrupt", "none"])
+            after = chance.randrange(10, 60) if fault != "none" else -1
+            steered.steer(
+                rig.control,
+                seconds=0.002,
+                fail_after=after,
+                fail_count=1,
+                fault=fault,
+                number=number,
+            )
+        rig.mini.add(f"r{number}", prompt(number), chance.choice(["adaptive", "load"]))
+        for _ in range(chance.randrange(6)):
+            rig.mini.step()
+        if rig.mini.running and chance.random() < 0.2:
+            rig.mini.preempt(chance.choice(rig.mini.running))
+        if (there := [*rig.mini.running, *rig.mini.waiting]) and chance.random() < 0.2:
+            rig.mini.finish(chance.choice(there))
+    rig.mini.run(60.0)
+    assert len(rig.mini.done) == 41
+
+
+# -- the scheduler's side, with reports as they may come ------------------------------------------
+
+
+def begun(mini: MiniVllm) -> tuple[MiniRequest, int]:
+    """A request whose first layers are there, let in: it, and its restore."""
+    learned(mini)
+    desk = mini.desk
+    desk.heard(Report(by_layer=True))
+    request = mini.add("r", prompt(0), "load")
+    assert desk.matched(request, 0) is None
+    (opened,) = desk.orders({}, {}, ()).opened
+    restore = opened.restore
+    early = Progress(low=3, waited=0.0, block_seconds=SECONDS, part=1.0, row=False)
+    desk.heard(Report(found={restore: Found(0, BLOCKS)}, progress={restore: early}))
+    assert desk.matched(request, 0) is None
+    assert desk.orders({}, {}, ()).tails[restore] == 8
+    rows = Progress(low=3, waited=0.0, block_seconds=SECONDS, part=1.5, row=True)
+    desk.heard(Report(progress={restore: rows}))
+    assert desk.matched(request, 0) == PREFIX
+    mini.allocate_slots(request, len(request.all_token_ids))
+    desk.allocated(request, PREFIX)
+    mini.waiting.remove(request)
+    mini.running.append(request)
+    request.num_computed_tokens = PREFIX
+    orders = desk.orders({"r": 120}, {"r": request}, ())
+    ids = tuple(mini.tables["r"][:BLOCKS])
+    assert orders.targets[restore] == (0, ids)
+    assert (orders.overlaps[restore].first, orders.overlaps[restore].ids) == (0, ids)
+    assert orders.claims == {restore: 0}  # nothing of what is still to come is compute's
+    request.num_computed_tokens += 120
+    desk.heard(Report(copied=[order.save for order in orders.saves]))
+    return request, restore
+
+
+def over(mini: MiniVllm, request: MiniRequest, restore: int) -> None:
+    """The request goes, and the worker has heard of it."""
+    if request in mini.running:
+        mini.running.remove(request)
+    mini.desk.finished("r")
+    mini._free(request)
+    mini.desk.orders({}, {}, ())
+    mini.desk.heard(Report(ended=[restore]))
+
+
+def test_it_goes_on_when_all_has_come(engine: Callable[..., MiniVllm]) -> None:
+    """The restore is over, and what was computed stays."""
+    mini = engine()
+    request, restore = begun(mini)
+    mini.desk.heard(Report(progress={restore: Progress(low=0, waited=0.0, dead=True)}))
+    mini.desk.jump(lambda _: True)
+    assert request.num_computed_tokens == PREFIX + 120
+    assert ended(mini, "complete") == 1
+    over(mini, request, restore)
+
+
+def test_it_is_taken_back_when_a_load_fails(engine: Callable[..., MiniVllm]) -> None:
+    """Compute takes exactly what did not come, and jumps behind the rest."""
+    mini = engine()
+    request, restore = begun(mini)
+    dead = Progress(low=2, waited=0.0, block_seconds=SECONDS, dead=True)
+    mini.desk.heard(Report(progress={restore: dead}))
+    mini.desk.jump(lambda _: True)
+    assert request.num_computed_tokens == 0
+    assert mini.desk.cap(request, 0, 128) == 2 * BLOCK
+    request.num_computed_tokens = 2 * BLOCK
+    mini.desk.jump(lambda _: True)
+    assert request.num_computed_tokens == PREFIX
+    over(mini, request, restore)
+
+
+@pytest.mark.parametrize("way", ["reset", "lost"])
+def test_it_is_taken_back_when_nothing_more_will_come(
+    engine: Callable[..., MiniVllm], way: str
+) -> None:
+    """A request that waits for its place in a step does not keep what was never loaded."""
+    mini = engine()
+    request, restore = begun(mini)
+    if way == "reset":
+        mini.desk.reset()
+    else:
+        mini.desk.heard(Report(lost=True))
+    assert request.num_computed_tokens == 0
+    assert ended(mini, "failed") == 1
+    over(mini, request, restore) if way == "reset" else mini.finish(request)
+
+
+def test_an_abort_leaves_its_blocks_to_the_loads(engine: Callable[..., MiniVllm]) -> None:
+    """They are free when the worker says that it writes nothing more."""
+    mini = engine()
+    request, restore = begun(mini)
+    free = len(mini.pool.free)
+    mini.running.remove(request)
+    mini.desk.finished("r")
+    mini._free(request)
+    held = len(mini.pool.free)
+    assert held - free == len(prompt(0)) // BLOCK + 1 - BLOCKS
+    (closed,) = mini.desk.orders({}, {}, ()).closed
+    assert closed == restore
+    mini.desk.heard(Report(ended=[restore]))
+    assert len(mini.pool.free) - held == BLOCKS
+
+
+def test_steps_ahead_wait_for_whole_prefixes(engine: Callable[..., MiniVllm]) -> None:
+    """Where a step is scheduled before the one before has ended, it could not be taken back."""
+    mini = engine(depth=2)
+    mini.desk.heard(Report(by_layer=True))
+    assert mini.desk._admission.hidden == 0.0
+    assert LAYOUT.num_layers > 1
