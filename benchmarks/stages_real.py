@@ -2,22 +2,30 @@
 
 In turns: recompute alone and loads alone (both ranks active, so that they disturb each other as
 they will), then both ends with boundary activations and without. A stage's bound is fluid, from
-its tiles as recompute alone computed them and its bytes as loads alone took them.
+its bytes as loads alone took them and its tiles as recompute alone computed them: before and after,
+each counting by how long ago; how much that changed in a round (drift) says what a round is worth.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from cacheflow.cli.output import progress
 from cacheflow.distributed import Mode, StageCosts, best_split, fluid_seconds
 from cacheflow.testing.processes import run_ranks
 from cacheflow.types import LayersComputed, LoadEnded
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
+
+    from rich.progress import Progress
 
     from cacheflow.session import CacheFlow
     from cacheflow.storage_backends.throttled import Link
@@ -30,6 +38,10 @@ _DEADLINE: Final = 1800.0
 _MIB: Final = 2**20
 _STORE_BYTES: Final = 16 << 30
 """Touched as it fills."""
+_BEFORE: Final = 3
+"""Turns before the first round."""
+_WAYS: Final = 4
+"""Turns of a round."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -52,7 +64,8 @@ def measure_stages(
     for parts in zip(*(rank["rounds"] for rank in ranks), strict=True):
         bound = max(part["bound"] for part in parts)
         row = {way: max(part[way] for part in parts) for way in ("load", "both", "waiting")}
-        row |= {"compute": max(part["compute"] for part in parts), "bound": bound}
+        row |= {name: max(part[name] for part in parts) for name in ("compute", "drift")}
+        row["bound"] = bound
         row["efficiency"] = bound / row["both"]
         row["efficiency_waiting"] = max(part["bound_without"] for part in parts) / row["waiting"]
         rows.append(row)
@@ -103,10 +116,24 @@ async def stage(
             backends={"link": ThrottledBackend(store, link)},
             observer=events.append,
         ) as flow:
-            return await Bench(engine, flow, link, events, tokens).run(rounds)
+            with progress() if seat.rank == 0 else contextlib.nullcontext() as bar:
+                return await Bench(engine, flow, link, events, tokens).run(rounds, bar)
     finally:
         await engine.aclose()
         await store.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Recompute alone: when its middle was, and seconds of each tile of the prefix."""
+
+    middle: float
+    tiles: list[float]
+
+    def at(self, later: Alone, moment: float) -> list[float]:
+        """The same at a moment between this run and ``later``."""
+        share = (moment - self.middle) / (later.middle - self.middle)
+        return [a + share * (b - a) for a, b in zip(self.tiles, later.tiles, strict=True)]
 
 
 class Bench:
@@ -125,47 +152,75 @@ class Bench:
         self.ratio = hidden / layout.payload_bytes()
         self.tiles = engine.grid.split(0, tokens)
         self.answers: list[int] = []
+        self._tell: Callable[[], None] = lambda: None
 
-    async def run(self, rounds: int) -> dict[str, Any]:
-        """Cold, then a calibration of the link to 1:1, then the rounds."""
+    async def run(self, rounds: int, bar: Progress | None) -> dict[str, Any]:
+        """Cold, then a calibration of the link to 1:1, then the rounds, telling ``bar``."""
+        if bar is not None:
+            task = bar.add_task("two stages", total=_BEFORE + rounds * _WAYS)
+            self._tell = lambda: bar.advance(task)
         await self.turn("adaptive", save=True)
         await self.flow.flush()
-        await self.turn("recompute")
-        self.link.bandwidth = self.kv_bytes / sum(self.tile_seconds())
+        before = await self.alone()
+        self.link.bandwidth = self.kv_bytes / sum(before.tiles)
         await self.turn("adaptive")  # learns the link
         stage = self.flow.restorer.stage
         assert stage is not None
         planner = stage.expected(self.tiles).value
+        found = []
+        for _ in range(rounds):
+            row = await self.round()
+            after = await self.alone()
+            found.append(row | self.bounds(row, before, after))
+            before = after
         return {
-            "rounds": [await self.round() for _ in range(rounds)],
+            "rounds": found,
             "kv_bytes": self.kv_bytes,
             "ratio": self.ratio,
             "planner": planner,
             "answers": self.answers,
         }
 
-    async def round(self) -> dict[str, Any]:
-        """All four ways once."""
-        found: dict[str, Any] = {}
+    async def alone(self) -> Alone:
+        """Recompute alone, stage by stage."""
+        start = time.perf_counter()
         await self.turn("recompute")
-        compute = self.tile_seconds()
-        found["compute"] = sum(compute)
-        found["load"] = load = (await self.turn("load")).restored_seconds
-        widths = [tile.width / self.tiles[-1].stop for tile in self.tiles]
-        kv = [load * width for width in widths]
-        costs = StageCosts(compute, kv, [self.ratio * each for each in kv])
-        found["bound"] = fluid_seconds(costs)
-        found["bound_without"] = fluid_seconds(StageCosts(compute, kv, [0.0] * len(kv)))
+        middle = (start + time.perf_counter()) / 2
+        seconds = dict.fromkeys(range(len(self.tiles)), 0.0)
+        for event in self.events:
+            if isinstance(event, LayersComputed) and not event.is_suffix:
+                seconds[event.tile] += event.stop - event.starts[0]
+        return Alone(middle, list(seconds.values()))
+
+    async def round(self) -> dict[str, Any]:
+        """The other three ways once."""
+        found: dict[str, Any] = {"load": (await self.turn("load")).restored_seconds}
         for way, mode in (("both", Mode.INDEPENDENT), ("waiting", Mode.DEPENDENT)):
+            start = time.perf_counter()
             restoration = await self.turn("adaptive", mode)
+            found[f"{way}_at"] = (start + time.perf_counter()) / 2
             found[way] = restoration.restored_seconds
             if way == "both":
                 found["recomputed"] = restoration.recomputed_share
                 found["hidden_bytes"] = self.hidden_bytes()
-        units = best_split(costs).units if self.ratio else 0
-        predicted = sum(tile.width for tile in self.tiles[:units]) / self.tiles[-1].stop
-        found["predicted_hidden_bytes"] = round(self.ratio * self.kv_bytes * predicted)
         return found
+
+    def bounds(self, row: dict[str, Any], before: Alone, after: Alone) -> dict[str, Any]:
+        """What the round's restores could have taken, by recompute alone before and after it."""
+        compute = before.at(after, row["both_at"])
+        widths = [tile.width / self.tiles[-1].stop for tile in self.tiles]
+        kv = [row["load"] * width for width in widths]
+        costs = StageCosts(compute, kv, [self.ratio * each for each in kv])
+        without = StageCosts(before.at(after, row["waiting_at"]), kv, [0.0] * len(kv))
+        units = best_split(costs).units if self.ratio else 0
+        predicted = sum(widths[:units])
+        return {
+            "compute": sum(compute),
+            "drift": sum(after.tiles) / sum(before.tiles),
+            "bound": fluid_seconds(costs),
+            "bound_without": fluid_seconds(without),
+            "predicted_hidden_bytes": round(self.ratio * self.kv_bytes * predicted),
+        }
 
     async def turn(self, policy: str, mode: Mode = Mode.INDEPENDENT, *, save: bool = False) -> Any:
         """Forget, restore, one token."""
@@ -182,15 +237,8 @@ class Bench:
             self.prompt, max_new_tokens=1, policy=policy, save=save, report=report
         )
         self.answers += [token async for token in turns]
+        self._tell()
         return report.restoration
-
-    def tile_seconds(self) -> list[float]:
-        """Compute of each tile of the prefix in the last turn."""
-        seconds = dict.fromkeys(range(len(self.tiles)), 0.0)
-        for event in self.events:
-            if isinstance(event, LayersComputed) and not event.is_suffix:
-                seconds[event.tile] += event.stop - event.starts[0]
-        return list(seconds.values())
 
     def hidden_bytes(self) -> int:
         """Of activations loaded in the last turn."""
@@ -201,13 +249,13 @@ def tell_real(found: dict[str, Any]) -> None:
     """For people."""
     print(f"{found['stages']} processes over gloo, prefix {found['tokens']}\n")
     print(
-        "| recompute alone | loads alone | compute:I/O | bound | both ends | of bound "
+        "| recompute alone (drift) | loads alone | compute:I/O | bound | both ends | of bound "
         "| without activations | of its bound |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for row in found["rounds"]:
         print(
-            f"| {row['compute']:.3f} s | {row['load']:.3f} s "
+            f"| {row['compute']:.3f} s ({row['drift']:.2f}) | {row['load']:.3f} s "
             f"| {row['compute'] / row['load']:.2f} | {row['bound']:.3f} s "
             f"| {row['both']:.3f} s | {row['efficiency']:.3f} | {row['waiting']:.3f} s "
             f"| {row['efficiency_waiting']:.3f} |"

@@ -18,7 +18,7 @@ from cacheflow.errors import ConfigError, PeerError
 from cacheflow.plugins.transformers.device import pick_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Joined", "gloo_group", "join_ranks", "leave_ranks", "rank_device"]
 
@@ -55,10 +55,16 @@ def join_ranks(rank: int | None, ranks: int | None, init_method: str, deadline: 
     return Joined(mine, count, owned=not known)
 
 
-def leave_ranks(joined: Joined) -> None:
-    """Leave torch.distributed as it was found."""
-    if joined.owned and distributed.is_initialized():
+def leave_ranks(joined: Joined, groups: Sequence[distributed.ProcessGroup] = ()) -> None:
+    """Leave torch.distributed as it was found: without ``groups``, which were made over it, and
+    without anything if the ranks were joined here. Call it once."""
+    if not distributed.is_initialized():
+        return  # the program has ended it meanwhile
+    if joined.owned:
         distributed.destroy_process_group()
+        return
+    for group in groups:
+        distributed.destroy_process_group(group)
 
 
 def gloo_group(deadline: float) -> distributed.ProcessGroup:

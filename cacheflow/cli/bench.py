@@ -62,8 +62,8 @@ def bench(
 ) -> None:
     """Measure restores on a real model and a real store: recompute, load, and both at once.
 
-    Efficiency is the fluid bound (from recompute alone and load alone in the same run) divided by
-    what CacheFlow took. The default takes about half an hour on two cores.
+    Efficiency is the fluid bound (from recompute alone, before and after, and load alone in the
+    same run) divided by what CacheFlow took. The default takes about half an hour on two cores.
     """
     if context.invoked_subcommand:
         return
@@ -149,8 +149,8 @@ def _table(points: Sequence[Point]) -> Table:
     from rich.table import Table
 
     table = Table(title="seconds to the first token (medians)", box=SIMPLE_HEAD)
-    names = ("tokens", "link", "recompute", "load", "both", "front", "eff.", "gain")
-    for name in (*names, "excess ms\n(allowed)"):
+    names = ("tokens", "link", "recompute", "load", "both", "front", "eff.", "min - max", "gain")
+    for name in (*names, "excess ms\n(allowed)", "steady\n(drift)"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in (point.summary() for point in points):
         table.add_row(
@@ -161,10 +161,16 @@ def _table(points: Sequence[Point]) -> Table:
             f"{row['adaptive_s']:.3f}",
             f"{row['recomputed_share']:.0%}",
             f"{row['efficiency']:.3f}",
+            f"{row['efficiency_min']:.2f} - {row['efficiency_max']:.2f}",
             f"{row['speedup']:.2f}",
             f"{row['excess_ms']:+.1f} ({row['allowed_ms']:.1f})",
+            f"{row['steady']}/{row['rounds']} ({row['drift']:.2f})",
         )
-    table.caption = "front: share recomputed; eff.: fluid / both; gain: better single way / both"
+    table.caption = (
+        "front: share recomputed; eff.: fluid / both, of the steady runs if there are any; gain: "
+        "better single way / both; steady: recompute alone took the same (to 10 %) before and "
+        "after; drift: the most that it changed"
+    )
     if any(point.load_is_scaled for point in points):
         table.caption += "; *: measured on 1,024 tokens and scaled"
     return table

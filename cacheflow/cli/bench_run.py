@@ -1,7 +1,9 @@
 """The runs behind ``cacheflow bench``: recompute alone, load alone and adaptive, interleaved.
 
-Measures restores below the session facade, so that nothing but the restore is timed. Knows
-nothing of how results are shown.
+Measures restores below the session facade, so that nothing but the restore is timed. The bound of
+a restore is as good as what it says of compute at that moment: recompute alone runs before and
+after, each cell counts as what it took then, by how long ago, and how much that changed is told.
+Knows nothing of how results are shown.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ _SAMPLE_SECONDS: Final = 0.02
 """Between samples of the loop's lag, in all three ways alike: waking more often than this takes
 the GIL from the compute thread so often that it slows it down by a tenth."""
 _MOMENT: Final = 1.0
+_STEADY: Final = 0.1
+"""Rounds between whose ends recompute alone changed by more say little, and count where no other
+does."""
 _REPEATS: Final = 7
 """Pairs of runs in a round where load alone takes less than a moment, in seconds."""
 
@@ -50,6 +55,8 @@ class Point:
     adaptive: list[float] = field(default_factory=list)
     fluid: list[float] = field(default_factory=list)
     recomputed: list[float] = field(default_factory=list)
+    drift: list[float] = field(default_factory=list)
+    """What recompute alone took after the run, by what it took before it."""
     load_is_scaled: bool = False
 
     def summary(self) -> dict[str, Any]:
@@ -58,7 +65,10 @@ class Point:
         ways = (self.recompute, self.load, self.adaptive)
         recompute, load, ours = (statistics.median(way) for way in ways)
         better = min(recompute, load)
-        efficiency = [f / a for f, a in zip(self.fluid, self.adaptive, strict=True)]
+        all_of_bound = [f / a for f, a in zip(self.fluid, self.adaptive, strict=True)]
+        pairs = zip(all_of_bound, self.drift, strict=True)
+        steady = [one for one, drift in pairs if abs(drift - 1) <= _STEADY]
+        efficiency = steady or all_of_bound
         single = self.load if load <= recompute else [recompute] * len(self.adaptive)
         excess = [a - s for a, s in zip(self.adaptive, single, strict=True)]
         return {
@@ -69,6 +79,10 @@ class Point:
             "adaptive_s": ours,
             "fluid_s": statistics.median(self.fluid),
             "efficiency": statistics.median(efficiency),
+            "efficiency_min": min(efficiency),
+            "efficiency_max": max(efficiency),
+            "steady": len(steady),
+            "drift": max(self.drift, key=lambda drift: abs(drift - 1)),
             "speedup": better / ours,
             "excess_ms": statistics.median(excess) * 1e3,
             "allowed_ms": max(0.03 * better, 0.002) * 1e3,
@@ -77,6 +91,26 @@ class Point:
             "spread": (max(self.adaptive) - min(self.adaptive)) / ours,
             "load_is_scaled": self.load_is_scaled,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """Recompute alone: when its middle was, seconds of it, of the suffix after it, and of every
+    ``(tile, layer)``."""
+
+    middle: float
+    seconds: float
+    suffix: float
+    cells: dict[tuple[int, int], float]
+
+    def at(self, later: _Alone, moment: float) -> tuple[dict[tuple[int, int], float], float]:
+        """Seconds of every cell, and of the suffix, at a moment between this run and ``later``."""
+        share = (moment - self.middle) / (later.middle - self.middle)
+        cells = {
+            cell: seconds + share * (later.cells[cell] - seconds)
+            for cell, seconds in self.cells.items()
+        }
+        return cells, self.suffix + share * (later.suffix - self.suffix)
 
 
 class LagProbe:
@@ -120,53 +154,60 @@ class Bench:
         await self._rig.fill([self._rig.prompt(self._tokens)], tell)
 
     async def measure(self, points: Sequence[Point], rounds: int, tell: Callable[[], None]) -> None:
-        """All links of one length: a round is recompute once, then each link's two ways."""
+        """All links of one length: a round is each link's two ways, between two recomputes."""
         tokens = points[0].tokens
         async with AsyncExitStack() as stack:
             alone = await stack.enter_async_context(self._rig.restorer({}))
-            recompute, suffix, cells = await self._recompute(alone, tokens)
+            before = await self._recompute(alone, tokens)
             restorers = []
             for point in points:
-                bandwidth = point.link.bandwidth(self._rig.nbytes(tokens), recompute)
+                bandwidth = point.link.bandwidth(self._rig.nbytes(tokens), before.seconds)
                 backend = await self._rig.open_link(bandwidth)
                 stack.push_async_callback(backend.aclose)
                 restorer = self._rig.restorer({"link": backend})
                 restorers.append(await stack.enter_async_context(restorer))
-            for number in range(rounds):
-                if number:
-                    recompute, suffix, cells = await self._recompute(alone, tokens)
+            for _ in range(rounds):
+                middles: list[tuple[Point, float]] = []
                 for point, restorer in zip(points, restorers, strict=True):
-                    point.recompute.append(recompute + suffix)
-                    await self._both(restorer, point, suffix, cells)
+                    point.recompute.append(before.seconds + before.suffix)
+                    moments = await self._both(restorer, point, before.suffix)
+                    middles += [(point, moment) for moment in moments]
                     tell()
+                after = await self._recompute(alone, tokens)
+                for point, at in middles:
+                    self._bound(point, before, after, at)
+                before = after
 
-    async def _both(
-        self,
-        restorer: Restorer,
-        point: Point,
-        suffix: float,
-        cells: dict[tuple[int, int], float],
-    ) -> None:
-        """Load alone, then adaptive, over one link; several times where that is over in moments."""
-        layout, grid = self._rig.engine.layout, self._rig.engine.grid
+    async def _both(self, restorer: Restorer, point: Point, suffix: float) -> list[float]:
+        """Load alone, then adaptive, over one link; several times where that is over in moments.
+        When the middle of each adaptive run was."""
+        middles = []
         for _ in range(_REPEATS):
             point.load.append(await self._load_alone(restorer, point, suffix))
+            start = time.perf_counter()
             result = await self._run(restorer, point.tokens, ADAPTIVE)
+            middles.append((start + time.perf_counter()) / 2)
             point.adaptive.append(result.computed_seconds)
             point.recomputed.append(result.recomputed_share)
-            tiles = grid.split(0, point.tokens)
-            load = point.load[-1] - suffix
-            point.fluid.append(fluid(cells, load, tiles, layout.num_layers) + suffix)
             if point.load[-1] > _MOMENT:
                 break
+        return middles
 
-    async def _recompute(
-        self, restorer: Restorer, tokens: int
-    ) -> tuple[float, float, dict[tuple[int, int], float]]:
-        """Seconds of recompute alone, of the suffix after it, and of every cell."""
+    def _bound(self, point: Point, before: _Alone, after: _Alone, at: float) -> None:
+        """The fluid bound of the adaptive run whose middle was ``at``; they are told in order."""
+        cells, suffix = before.at(after, at)
+        layers, number = self._rig.engine.layout.num_layers, len(point.fluid)
+        tiles = self._rig.engine.grid.split(0, point.tokens)
+        load = point.load[number] - before.suffix
+        point.fluid.append(fluid(cells, load, tiles, layers) + suffix)
+        point.drift.append(after.seconds / before.seconds)
+
+    async def _recompute(self, restorer: Restorer, tokens: int) -> _Alone:
+        start = time.perf_counter()
         result = await self._run(restorer, tokens, "recompute")
         suffix = result.computed_seconds - result.restored_seconds
-        return result.restored_seconds, suffix, cell_seconds(self._rig.events)
+        middle = (start + time.perf_counter()) / 2
+        return _Alone(middle, result.restored_seconds, suffix, cell_seconds(self._rig.events))
 
     async def _load_alone(self, restorer: Restorer, point: Point, suffix: float) -> float:
         """Seconds of load alone; where that takes minutes, of a shorter prefix, scaled."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import distributed
 
     from cacheflow.abc import StageListener
+    from cacheflow.plugins.ranks import Joined
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import Sampling, Shard, StagedPart, Tile
 
@@ -45,13 +46,15 @@ class PipelineEngine(TransformersEngine):
         self,
         model: Any,
         *,
-        rank: int,
+        joined: Joined,
         group: distributed.ProcessGroup,
         deadline: float,
         **parts: Any,
     ) -> None:
         super().__init__(model, **parts)
-        self.rank = rank
+        self._joined = joined
+        self._group = group
+        self.rank = rank = joined.rank
         self.num_stages = group.size()
         self.is_last = rank == self.num_stages - 1
         self.boundary = self._boundary(model.config.hidden_size, model.dtype) if rank else None
@@ -106,7 +109,7 @@ class PipelineEngine(TransformersEngine):
             raise
         return cls(
             loaded,
-            rank=joined.rank,
+            joined=joined,
             group=group,
             deadline=deadline,
             grid=grid,
@@ -276,11 +279,15 @@ class PipelineEngine(TransformersEngine):
         await super().close(request_id)
 
     async def aclose(self) -> None:
-        """Says goodbye to the neighbours first."""
-        if not self._closed:
-            self._closed = True
+        """Says goodbye to the neighbours first; torch.distributed is left as it was found."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
             await self._talk.aclose()
-        await super().aclose()
+        finally:
+            await super().aclose()
+            await asyncio.to_thread(leave_ranks, self._joined, [self._group])
 
     # -- what neighbours say -------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class Group:
         self._joined = joined
         self.broken = False
         """Whether an exchange has failed: the ranks are not in step any more."""
+        self._is_closed = False
         timeout = timedelta(seconds=deadline)
         self._words = dist.new_group(backend="gloo", timeout=timeout)
         self._sums = (
@@ -88,8 +89,10 @@ class Group:
             raise
 
     def close(self) -> None:
-        """Leave the process group as it was found."""
-        leave_ranks(self._joined)
+        """Leave torch.distributed as it was found."""
+        if not self._is_closed:
+            self._is_closed = True
+            leave_ranks(self._joined, list(dict.fromkeys((self._words, self._sums))))
 
 
 def _gather(into: torch.Tensor, mine: torch.Tensor, group: Any) -> None:

@@ -16,6 +16,8 @@ _SHORTEST: Final = 20e-6
 _LONGEST: Final = 0.02
 _SHARE: Final = 1 / 16
 """A wait adds at most this share to the time that the next end takes."""
+_SERVING: Final = 0.001
+"""Between two looks for peers while they move data: seen to be enough for the full speed."""
 
 
 @dataclass(slots=True)
@@ -34,5 +36,27 @@ class Pace:
         begun."""
         if not in_flight:
             return serving
-        wait = min(max((now - self.last) * _SHARE, _SHORTEST), _LONGEST)
+        wait = _grown(now - self.last, _SHORTEST, _LONGEST)
         return wait if serving is None else min(wait, serving)
+
+
+@dataclass(slots=True)
+class Service:
+    """The same for those who are at our memory, whose transfers are not ours to know of.
+
+    Tell it when one of them may be about to begin, and when a look has found something to do.
+    """
+
+    longest: float | None = None
+    """Seconds between two looks when nothing was found for long; None: nobody is served."""
+    last: float = 0.0
+    """When something was found, or expected, last."""
+
+    def wait(self, now: float) -> float | None:
+        """Seconds until the next look; None: none is needed."""
+        return None if self.longest is None else _grown(now - self.last, _SERVING, self.longest)
+
+
+def _grown(quiet: float, shortest: float, longest: float) -> float:
+    """The wait after so many seconds in which nothing happened."""
+    return min(max(quiet * _SHARE, shortest), longest)

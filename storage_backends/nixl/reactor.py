@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -130,9 +131,15 @@ class Reactor:
         else:
             self._todo.put(lambda agent: attempt(partial(work, agent)))
 
-    def serve(self, every: float | None) -> None:
-        """Make progress for peers that may be at our memory, after so many seconds each time."""
-        self._todo.put(lambda agent: setattr(self._traffic, "serving", every))
+    def serve(self, longest: float | None) -> None:
+        """Make progress for peers that may be at our memory, often from now on, and at least every
+        ``longest`` seconds when they have been quiet for long; None: there are none."""
+
+        def begin(agent: Agent) -> None:
+            service = self._traffic.service
+            service.longest, service.last = longest, time.monotonic()
+
+        self._todo.put(begin)
 
     async def aclose(self, seconds: float) -> bool:
         """Withdraw what has not begun, wait a while for the rest; True if it has ended.

@@ -1,15 +1,17 @@
 """The store's half: the arena, registered once, and a thread that makes progress for its readers.
 
 On transports without remote memory access (plain TCP) bytes move only while both ends look; so the
-thread looks often as long as anybody has a lease. It looks now and then without, too: a transfer
-may outlast its lease, or the connection that it was leased on, and its client holds memory until
-it has ended. NIXL checks nothing: whoever has our metadata can reach all of the arena. Which slots
-a client may touch is a matter of trust, and what it wrote is checked when it commits.
+thread looks often when leases are given, and as long as it finds data to move; where a lease goes
+unused it looks less and less often. It looks now and then without any, too: a transfer may outlast
+its lease, or the connection that it was leased on, and its client holds memory until it has ended.
+NIXL checks nothing: whoever has our metadata can reach all of the arena. Which slots a client may
+touch is a matter of trust, and what it wrote is checked when it commits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
@@ -27,10 +29,12 @@ __all__ = ["NixlTarget"]
 _CLOSE_SECONDS: Final = 1.0
 _LINGER_SECONDS: Final = 1.0
 """What a client that is gone has sent before may still arrive for so long."""
-_BUSY: Final = 0.001
-"""Seconds between two looks with leases: seen to be enough for the full speed."""
+_LEASED: Final = 0.008
+"""Most seconds between two looks with leases: how late the first read after a pause may begin."""
 _IDLE: Final = 0.05
 """And without: a thousandth of a core."""
+_NEWS_SECONDS: Final = 0.01
+"""The thread is not told more often that there are other leases than before."""
 
 
 class NixlTarget:
@@ -43,7 +47,8 @@ class NixlTarget:
         self._answer = hello.encode()
         self._leases = 0
         self._lingering = 0
-        self._every = 0.0
+        self._longest = 0.0
+        self._told = 0.0
         self._is_closed = False
         self._serve()
 
@@ -88,7 +93,8 @@ class NixlTarget:
             await self._reactor.aclose(_CLOSE_SECONDS)
 
     def _serve(self) -> None:
-        every = _BUSY if self._leases + self._lingering > 0 else _IDLE
-        if every != self._every:
-            self._every = every
-            self._reactor.serve(every)
+        longest = _LEASED if self._leases + self._lingering > 0 else _IDLE
+        now = time.monotonic()
+        if longest != self._longest or now - self._told > _NEWS_SECONDS:
+            self._longest, self._told = longest, now
+            self._reactor.serve(longest)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import BackendError, CacheFlowError
-from cacheflow.storage_backends.nixl.pace import Pace
+from cacheflow.storage_backends.nixl.pace import Pace, Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,19 +24,29 @@ if TYPE_CHECKING:
 __all__ = ["Traffic", "attempt", "plain"]
 
 _log = logging.getLogger(__name__)
+_WORK_SECONDS: Final = 100e-6
+"""A look for peers that takes more of the processor has moved data: 99 in 100 empty ones took less
+than 60 us, those that moved data up to 3 ms."""
 
 
 class Traffic:
-    """``depth``: most flights with one peer at once. ``ended`` is told of each, and its error."""
+    """``depth``: most flights with one peer at once. ``ended`` is told of each, and its error.
+    ``processor_time``: seconds that this thread has computed."""
 
-    def __init__(self, depth: int, ended: Callable[[Flight, Exception | None], None]) -> None:
+    def __init__(
+        self,
+        depth: int,
+        ended: Callable[[Flight, Exception | None], None],
+        processor_time: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.flying: list[Flight] = []
-        self.serving: float | None = None
-        """Seconds between two turns in which progress is made for peers; None: none is."""
+        self.service = Service()
+        """When progress is made for peers."""
         self.when_idle: deque[Callable[[Agent], None]] = deque()
         """To be done as soon as nothing is in flight."""
         self._depth: Final = depth
         self._ended = ended
+        self._processor_time = processor_time
         self._waiting: dict[str, deque[Flight]] = {}
         self._counts: Counter[str] = Counter()
         self._leaving: dict[str, Callable[[], None]] = {}
@@ -46,8 +56,8 @@ class Traffic:
         """Seconds until :meth:`turn` is due; None: not before something comes up."""
         if self._has_room():
             return 0.0
-        in_flight = bool(self.flying)
-        return self._pace.wait(time.monotonic(), in_flight=in_flight, serving=self.serving)
+        in_flight, now = bool(self.flying), time.monotonic()
+        return self._pace.wait(now, in_flight=in_flight, serving=self.service.wait(now))
 
     def accept(self, flight: Flight) -> None:
         """Begin it when it is its turn."""
@@ -62,8 +72,15 @@ class Traffic:
             self._look(agent, flight)
         while self.when_idle and not self.flying:
             attempt(partial(self.when_idle.popleft(), agent))
-        if self.serving is not None:
-            attempt(agent.progress)
+        if self.service.longest is not None:
+            self._serve(agent)
+
+    def _serve(self, agent: Agent) -> None:
+        """NIXL does not say whether there was anything to do; the time it took does."""
+        start = self._processor_time()
+        attempt(agent.progress)
+        if self._processor_time() - start > _WORK_SECONDS:
+            self.service.last = time.monotonic()
 
     def part(self, agent: Agent, peer: str, parted: Callable[[], None]) -> None:
         """Remove ``peer`` as soon as nothing is in flight with it; what waits is refused."""

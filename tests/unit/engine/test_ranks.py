@@ -14,6 +14,7 @@ from cacheflow.plugins.ranks import join_ranks, rank_device
 from cacheflow.plugins.tensor_parallel import TensorParallelEngine
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.testing.processes import run_ranks
+from cacheflow.testing.tiny_model import save_tiny_llama
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +28,11 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
 def test_engines_are_opened_alike() -> None:
@@ -95,6 +101,54 @@ def test_ranks_that_the_program_has_joined_are_taken() -> None:
         other = 1 - rank
         assert found[3] == f"RANK {other} was given, and torch.distributed says {rank}"
         assert found[4] == "WORLD_SIZE 3 was given, and torch.distributed says 2"
+
+
+async def open_and_close(seat: Seat, folder: str, kind: str, joins: bool) -> list[Any]:
+    """Twice: what torch.distributed has after each; then whether the program's ranks still talk."""
+    from datetime import timedelta
+
+    from torch import distributed
+
+    if joins:
+        distributed.init_process_group(
+            "gloo",
+            init_method=seat.init_method,
+            rank=seat.rank,
+            world_size=seat.count,
+            timeout=timedelta(seconds=30),
+        )
+    engines: dict[str, Any] = {"pipeline": PipelineEngine, "tensor": TensorParallelEngine}
+    found: list[Any] = []
+    for attempt in ("first", "second"):
+        engine = await engines[kind].open_model(
+            folder,
+            device="cpu",
+            dtype="float32",
+            kv_bytes=1 << 26,
+            rank=seat.rank,
+            ranks=seat.count,
+            init_method=f"{seat.init_method}-{attempt}",
+            deadline=30.0,
+        )
+        await engine.aclose()
+        await engine.aclose()
+        found.append(
+            [distributed.is_initialized(), len(distributed.distributed_c10d._world.pg_map)]
+        )
+    if joins:
+        total = torch.tensor(seat.rank + 1)
+        distributed.all_reduce(total)
+        found.append(int(total))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "tensor"])
+@pytest.mark.parametrize("joins", [False, True], ids=["engine-joins", "program-joins"])
+def test_engines_close_what_they_opened(folder: Path, kind: str, joins: bool) -> None:
+    """A closed engine leaves no process group behind, so that the next one can be opened; one that
+    the program had made goes on."""
+    for found in run_ranks(2, open_and_close, str(folder), kind, joins):
+        assert found == ([[True, 1], [True, 1], 3] if joins else [[False, 0], [False, 0]])
 
 
 def test_each_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheflow.storage_backends.nixl.pace import Pace
+from cacheflow.storage_backends.nixl.pace import Pace, Service
 
 moments = st.floats(0, 1e6)
 
@@ -39,3 +39,28 @@ def test_what_hangs_is_hardly_looked_at() -> None:
         assert wait is not None
         now, looks = now + wait, looks + 1
     assert looks < 60 * 3100
+
+
+def test_nobody_to_serve_costs_nothing() -> None:
+    assert Service().wait(5.0) is None
+
+
+@given(moments, moments, st.floats(0.002, 1.0))
+def test_looks_for_peers_get_rarer(last: float, later: float, longest: float) -> None:
+    """Every millisecond while something is found or expected, then a sixteenth of the time in which
+    nothing was, and never longer than asked for."""
+    service, now = Service(longest, last), last + later
+    wait = service.wait(now)
+    assert wait is not None
+    assert 0.001 <= wait <= longest
+    assert wait <= max(0.001, (now - last) / 16)
+
+
+def test_a_lease_that_nobody_uses_costs_little() -> None:
+    """In ten seconds of it a quarter of the looks of a peer that reads all the time, and less."""
+    service, now, looks = Service(0.008, 0.0), 0.0, 0
+    while now < 10.0:
+        wait = service.wait(now)
+        assert wait is not None
+        now, looks = now + wait, looks + 1
+    assert looks < 1400

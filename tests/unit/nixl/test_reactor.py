@@ -14,7 +14,9 @@ import pytest
 from cacheflow.errors import BackendError, ClosedError, ConfigError
 from cacheflow.memory import InFlight
 from cacheflow.storage_backends.nixl.flights import Flight
+from cacheflow.storage_backends.nixl.pace import Service
 from cacheflow.storage_backends.nixl.reactor import Reactor
+from cacheflow.storage_backends.nixl.traffic import Traffic
 from cacheflow.testing.storage_harness import idle
 from tests.unit.nixl.scripted import ScriptedAgent
 
@@ -184,6 +186,16 @@ async def test_idle_means_no_looks() -> None:
         turns = agent.turns
         await turn(reactor)
         assert agent.turns == turns
+
+
+@pytest.mark.parametrize(("took", "found"), [(60e-6, False), (150e-6, True)])
+def test_a_look_that_took_the_processor_found_something(took: float, found: bool) -> None:
+    """NIXL does not say so; peers that move data are then looked after often again."""
+    times = iter([1.0, 1.0 + took])
+    traffic = Traffic(1, lambda flight, error: None, processor_time=lambda: next(times))
+    traffic.service = Service(longest=0.008, last=-1.0)
+    traffic.turn(ScriptedAgent())
+    assert (traffic.service.last > -1.0) is found
 
 
 async def test_orders_wait_for_idleness() -> None:
