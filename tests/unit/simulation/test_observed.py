@@ -85,6 +85,7 @@ def run(
     return simulate(scenario, Synthetic("x", jobs), policy, observe=nodes.__getitem__), nodes
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 @pytest.mark.parametrize("at_once", [True, False], ids=["all at once", "arriving"])
 @pytest.mark.parametrize(
     ("policy", "failing"), [("adaptive", 0.0), ("adaptive", 0.1), ("cake", 0.0)]

@@ -62,6 +62,7 @@ def test_settings_are_taken(more: list[str]) -> None:
     assert json.loads(result.stdout)["policies"][1]["requests"] >= 6
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 def test_a_report_is_written(tmp_path: Path) -> None:
     """One file that names its policies; the table says where it is."""
     path = tmp_path / "out.html"
