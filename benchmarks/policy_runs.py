@@ -26,7 +26,8 @@ from cacheflow.simulation import (
 )
 from cacheflow.simulation.presets import LinkPreset
 from cacheflow.simulation.results import summarise
-from cacheflow.types import Tile, TileGrid
+from cacheflow.simulation.scenario import shown_tiles
+from cacheflow.types import TileGrid
 
 if TYPE_CHECKING:
     from cacheflow.simulation import FluidRequest, Record, Summary
@@ -160,8 +161,7 @@ def drive(case: Case) -> Outcome:
 
 def _warm(scenario: Scenario, scheduler: BatchScheduler, compute: ComputeModel) -> None:
     width = scenario.grid.tail
-    for first in (0, 2, 8, 1, 4):
-        tile = Tile(first, first * width, (first + 1) * width)
+    for tile in shown_tiles(scenario.grid, scenario.chunk_tokens):
         compute.observe(tile, scenario.machine.block_seconds(tile))
     for each in scenario.channels:
         unit = float(scenario.machine.block_bytes(width))

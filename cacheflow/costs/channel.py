@@ -22,6 +22,7 @@ _SPREAD: Final = (0.25, 0.0, 0.0, 1.0, 0.0, 0.0)
 _PRIMED: Final = (0.06, 0.0, 0.0, 0.25, 0.0, 0.0)
 _GAIN: Final = 0.2
 _FAR: Final = (2.0, 2.0)
+_KNOWN: Final = 4
 _PATIENCE: Final = 3
 """Rows far off in a row that are a new speed."""
 _ROW_SECONDS: Final = 1 / 6
@@ -40,6 +41,9 @@ _MAX_DEPTH: Final = 64
 _LEAST_SECONDS: Final = 1e-9
 _SLACK: Final = 4.0
 """A load that is late by more than this times what it should have taken is likely to hang."""
+_LATE: Final = 0.25
+_LEAST_LATE: Final = 0.001
+"""Beyond what loads differ anyway (a share of their time; seconds), one is late."""
 _LEAST_SLACK: Final = 0.002
 """Seconds below which being late means nothing."""
 
@@ -116,6 +120,11 @@ class ChannelModel:
     def is_guess(self) -> bool:
         """One load alone was seen: all it took is put down to bandwidth."""
         return self._fit.seen == 1
+
+    @property
+    def is_known(self) -> bool:
+        """Enough was observed here to tell latency from bandwidth."""
+        return self._fit.seen >= _KNOWN
 
     @property
     def typical_bytes(self) -> float:
@@ -286,6 +295,15 @@ class ChannelModel:
         due = self._progress + stall + head * per_byte
         late, slack = max(0.0, seconds - nbytes * per_byte), self._slack(head)
         return max(now, due + (late if late < slack else sqrt(late * slack)))
+
+    def late_from(self) -> float:
+        """When the oldest load under way counts as late if nothing is delivered before (never while
+        nothing is known, or under way)."""
+        if not self._in_flight or self._per_byte is None:
+            return float("inf")
+        head, stall = self._head()
+        expected = head * self._per_byte
+        return self._progress + stall + expected + max(_LATE * expected, _LEAST_LATE)
 
     def _slack(self, head: int) -> float:
         """Seconds by which the oldest load may be late before it is likely to hang."""

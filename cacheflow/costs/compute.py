@@ -13,6 +13,8 @@ from cacheflow.costs.fit import Fit
 from cacheflow.costs.profile import ComputeProfile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cacheflow.types import Tile
 
 __all__ = ["ComputeModel"]
@@ -26,6 +28,7 @@ _GAIN: Final = 0.07
 _FAR: Final = (0.15, 0.5)
 _PATIENCE: Final = 4
 """Layers far off in a row that are a new speed."""
+_FEW: Final = 6
 _LATE_START: Final = 0.05
 _LATE_MEMORY: Final = 0.05
 
@@ -57,6 +60,11 @@ class ComputeModel:
         return self._fit.rates is not None
 
     @property
+    def is_guess(self) -> bool:
+        """Little was observed since the start, or since what was known was doubted."""
+        return self._fit.seen < _FEW
+
+    @property
     def rates(self) -> tuple[float, float, float] | None:
         """``(k0, k1, k2)``: seconds a tile-layer, a unit of each part of :meth:`work`; or None.
 
@@ -85,11 +93,24 @@ class ComputeModel:
         """By what share layers have lately taken longer than predicted, on average."""
         return self._late
 
+    def pass_seconds(self, tiles: Sequence[Tile]) -> float | None:
+        """Predicted seconds of one layer of several tiles in one pass, with one launch."""
+        seconds = [self.layer_seconds(tile) for tile in tiles]
+        rates = self._fit.rates
+        if rates is None:
+            return None
+        return sum(each or 0.0 for each in seconds) - rates[0] * (len(tiles) - 1)
+
     def observe(self, tile: Tile, seconds: float) -> None:
         """One layer of ``tile`` took ``seconds``; what is no positive number is ignored."""
-        if not 0.0 < seconds < float("inf") or tile.stop <= tile.start:
+        self.observe_pass((tile,), seconds)
+
+    def observe_pass(self, tiles: Sequence[Tile], seconds: float) -> None:
+        """As :meth:`observe`, of tiles that went through the layer in one pass."""
+        if not 0.0 < seconds < float("inf") or any(tile.stop <= tile.start for tile in tiles):
             return
-        a, b = self.work(tile)
+        work = [self.work(tile) for tile in tiles]
+        a, b = sum(each[0] for each in work), sum(each[1] for each in work)
         if self._fit.rates is None:
             # All of it is work at one rate; the update says how little one observation knows.
             rate = seconds / (a + b)

@@ -13,12 +13,11 @@ from heapq import heappop
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.frontier import Frontier
-from cacheflow.scheduling.order import COMPUTE
 from cacheflow.scheduling.paced import Paced
+from cacheflow.scheduling.packing import Packing
 from cacheflow.scheduling.policies.token_wise import TokenWise
 from cacheflow.scheduling.queue import Queue
-from cacheflow.scheduling.ranking import Ranking
-from cacheflow.types import Claim, ComputeBatch, Load
+from cacheflow.types import Claim, Load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from cacheflow.scheduling.loading import Reach
     from cacheflow.scheduling.policies import Policy
     from cacheflow.scheduling.queue import Rank
-    from cacheflow.types import ComputeDone, Coverage, RequestSpec, TileGrid, TileWork
+    from cacheflow.types import ComputeBatch, ComputeDone, Coverage, RequestSpec, TileGrid, TileWork
 
 __all__ = ["BatchScheduler"]
 
@@ -37,7 +36,7 @@ _LEAST_TOKENS: Final = 64
 """Suffixes from this width on are learned from."""
 
 
-class BatchScheduler(Ranking):
+class BatchScheduler(Packing):
     """Claims of all requests of one engine. Loop-owned, except :meth:`claim` (compute thread)."""
 
     # -- requests ------------------------------------------------------------------------------
@@ -181,14 +180,16 @@ class BatchScheduler(Ranking):
             if parked is not None and (waiting is None or parked < waiting):
                 work = self._ask_compute(parked[1], now, is_first=True)
                 if work is not None:
-                    return work
+                    return self._filled(work, now)
             while (waiting := self._compute.waiting()) is not None:
                 parked = self._compute.parked()
                 work = self._ask_compute(
                     waiting[1], now, is_first=parked is None or waiting < parked
                 )
                 if work is not None:
-                    return work
+                    return self._filled(work, now)
+                if self._compute.waiting() == waiting:
+                    return None  # Nothing is begun before somebody's suffix goes on.
         return None
 
     def feed(self, request_id: str, start: int) -> None:
@@ -232,16 +233,18 @@ class BatchScheduler(Ranking):
         """May the compute thread push ``work`` through ``layer``? Thread-safe, microseconds."""
         with self._gate:
             now = self._clock.now()
-            self._outlook.layer_ended(now)
+            joins = self._joins_pass(work, layer)
+            if not joins:
+                self._outlook.layer_ended(now)
             frontier = self._requests.get(work.request_id)
             answer = Claim.REFUSED
             begins = layer == work.first_layer
-            if frontier is not None and (begins or not self._overtaken(frontier, now)):
+            if frontier is not None and (begins or not self._gives_way(frontier, now)):
                 answer = frontier.claim(work, layer, now)
             # What a few tokens take says nothing about tiles.
             wide = not work.is_suffix or work.tile.width >= _LEAST_TOKENS
             learn = answer is not Claim.REFUSED and wide
-            self._outlook.claimed(work.tile if learn else None, now)
+            self._outlook.claimed(work.tile if learn else None, now, joins=joins)
         return answer
 
     def computed(self, done: ComputeDone) -> None:
@@ -264,25 +267,6 @@ class BatchScheduler(Ranking):
             frontier = self._requests.get(work.request_id)
             if frontier is not None:
                 frontier.aborted(work)
-
-    def _ask_compute(self, request_id: str, now: float, *, is_first: bool) -> ComputeBatch | None:
-        frontier = self._requests[request_id]
-        frontier.is_first_to_compute = is_first
-        work = frontier.next_work(now)
-        if work is None:
-            self._park_compute(frontier, now)
-            return None
-        return self._hand_out(frontier, work, now)
-
-    def _hand_out(self, frontier: Frontier, work: TileWork, now: float) -> ComputeBatch:
-        request_id = frontier.spec.id
-        frontier.begin(work)
-        frontier.computing = True
-        frontier.taken_at = self._rank(frontier, COMPUTE, now)
-        frontier.turn_compute_away(False)
-        self._compute.drop(request_id)
-        self._wake.pop(request_id, None)
-        return ComputeBatch((work,))
 
     # -- engines that schedule themselves ------------------------------------------------------
 

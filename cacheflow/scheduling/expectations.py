@@ -5,10 +5,13 @@ Asks the outlook for costs and the ledger for amounts. Decides nothing.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.planned import Planned
 from cacheflow.scheduling.sharing import Sharing
+
+if TYPE_CHECKING:
+    from cacheflow.types import Load
 
 __all__ = ["Expectations"]
 
@@ -146,7 +149,8 @@ class Expectations(Sharing):
         """Seconds until cell ``(t, layer)`` would be ready if ``channel`` left it alone: by
         compute, or by another channel that has all the rest as well."""
         if self._pools and self._outlook.requests > 1:
-            return self._outlook.seconds(self._outlook.all_work)
+            work = self._outlook.seconds(self._outlook.all_work)
+            return None if work is None else work + self._outlook.current_left(now)
         compute = self._compute_to(t, layer, now)
         if compute is not None:
             compute += self._work_before(channel)
@@ -174,6 +178,16 @@ class Expectations(Sharing):
                 continue
             times.append(when)
         return min(times)
+
+    def _lands_in(self, load: Load, now: float) -> float:
+        """Seconds until a load under way is there; what was silent so far is as long again."""
+        model = self._outlook.channel(load.channel)
+        return model.left(model.ahead(load.id), now) or 0.0
+
+    def _late_at(self, load: Load, seconds: float, now: float) -> float:
+        """When a load under way will look ``seconds`` away if nothing is delivered before."""
+        model = self._outlook.channel(load.channel)
+        return model.slower_than(seconds, model.ahead(load.id), now)
 
     def _gain(self, now: float) -> float | None:
         """Share of the load-only time that both ends together would save, if all is known."""

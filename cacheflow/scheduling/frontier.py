@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.scheduling.loading import Loading
+from cacheflow.scheduling.racing import Racing
 from cacheflow.types import Claim, TileWork
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Frontier"]
 
 _INFINITE: Final = float("inf")
-_RACE: Final = 3.0
 
 
-class Frontier(Loading):
+class Frontier(Racing):
     """Cells, claims and readiness of one request."""
 
     def next_work(self, now: float) -> TileWork | None:
@@ -43,6 +42,40 @@ class Frontier(Loading):
                 ready = self._advance_front(low) == len(self.tiles) and self.suffix_fed[i]
                 return TileWork(self.spec.id, piece, low, is_suffix=True) if ready else None
         return None
+
+    def followers(self, work: TileWork, now: float) -> Iterator[TileWork]:
+        """What comes right behind ``work`` and stands at the same layer: pieces of the suffix, or
+        tiles as far as compute is expected (or planned) to get."""
+        layer = work.first_layer
+        if work.is_suffix:
+            for i in range(self.spec.suffix.index(work.tile) + 1, len(self.spec.suffix)):
+                if self.suffix_low[i] != layer or not self.suffix_fed[i]:
+                    return
+                yield TileWork(self.spec.id, self.spec.suffix[i], layer, is_suffix=True)
+            return
+        for t in range(self.index(work) + 1, self._last_to_compute(self.index(work), now) + 1):
+            state = self.tiles[t]
+            begun = state.running or state.low != layer or state.committing
+            if begun or not (layer or self.is_fed(t)) or not (state.full & ~state.ready) >> layer:
+                return
+            yield TileWork(self.spec.id, state.tile, layer)
+
+    def _last_to_compute(self, t: int, now: float) -> int:
+        """The highest tile that compute is expected to end before the loads do; at least ``t``."""
+        if self.heights is not None:
+            return max([t, *(i for i, height in enumerate(self.heights) if height)])
+        meeting = self._outlook.meeting(self.free, self.loads_left(now), self._overlap())
+        if self._by_layers or not self.policy.hedges or meeting is None:
+            return t
+        spent = 0.0
+        for i in self._free_tiles():
+            if i < t:
+                continue
+            state = self.tiles[i]
+            spent += state.free.bit_count() * (self._outlook.layer_seconds(state.work) or 0.0)
+            if spent > meeting:
+                return max(t, i - 1)
+        return len(self.tiles) - 1
 
     def begin(self, work: TileWork) -> None:
         """The compute worker takes ``work``."""
@@ -92,6 +125,8 @@ class Frontier(Loading):
         i = next((i for i, p in enumerate(self.spec.suffix) if p == work.tile), None)
         if i is None or self._advance_front(layer) < len(self.tiles):
             return Claim.REFUSED
+        if any(low <= layer for low in self.suffix_low[:i]):  # in one pass, but not as far
+            return Claim.REFUSED
         self.suffix_low[i] = layer + 1
         self._count_suffix(-1, self._suffix_work[i])
         return Claim.WRITE
@@ -138,10 +173,14 @@ class Frontier(Loading):
             target = self._target(t, state.low) if self.is_fed(t) else None
             if target is not None and not state.committing >> target & 1:
                 cost = self._outlook.layer_bound(state.work) or 0.0
-                seconds = cost * (target - state.low + 1) * self._price(state, target)
-                seconds += self._overlap()
-                seconds = max(seconds, self._patience(now))
-                return self._flip(seconds, now)
+                seconds = cost * (target - state.low + 1)
+                flights = self._flights_of(state, target)
+                if flights:
+                    seconds *= self._price
+                    on_time = self._race_at(flights, seconds + self._until_suffix(target), now)
+                    if on_time > now:
+                        return on_time
+                return self._flip(max(seconds + self._overlap(), self._patience(now)), now)
         return _INFINITE
 
     def paused(self) -> list[int]:
@@ -190,23 +229,40 @@ class Frontier(Loading):
         if not self.policy.hedges:
             free = self._may_take(state, target, layer) and self.policy.compute(None, None)
             return free or self._stalled(now)
-        cost = self._outlook.layer_bound(state.work)
-        compute = None if cost is None else cost * (target - layer + 1) * self._price(state, target)
         left = self.loads_left(now)
         patient = left is not None and left < self._patience(now)
         if self._outlook.compute_stale(now):
             # One layer tells what compute is worth now: nothing is lost if it ends before loads do.
             late = None if left is None else left * self._outlook.lateness(self._strides)
-            self.leaves = not self.policy.compute(cost, late)
+            self.leaves = not self.policy.compute(self._outlook.layer_bound(state.work), late)
         else:
-            self.leaves = patient or not self._sooner(compute, left, now)
+            self.leaves = patient or not self._wins(state, target, layer, left, now)
         return not self.leaves or self._stalled(now)
 
-    def _price(self, state: TileState, target: int) -> float:
-        """What a second of compute is worth here: racing a load is work done twice, so where others
-        wait for compute it has to win clearly."""
-        raced = state.in_flight >> target & 1 and self._outlook.requests > 1
-        return _RACE if raced else 1.0
+    def _wins(
+        self, state: TileState, target: int, layer: int, left: float | None, now: float
+    ) -> bool:
+        """Whether compute should go on to ``target``. Of a cell in flight, that is if it would be
+        there before its load, or on the way to a free one behind it."""
+        cost = self._outlook.layer_bound(state.work)
+
+        def compute(stop: int) -> float | None:
+            return None if cost is None else cost * (stop - layer + 1)
+
+        if not state.in_flight >> target & 1:
+            ending = self.ending(now)
+            return ending.computes if ending else self._sooner(compute(target), left, now)
+        raced, sure = compute(target), not self._outlook.compute.is_guess
+        raced = None if raced is None else raced * self._price
+        landing = self._landing(state, target, now) if sure else None
+        if raced is None or landing is None:  # late, or nobody knows yet: if all were done sooner
+            return self._sooner(raced, left, now)
+        if self.policy.compute(raced + self._until_suffix(target), landing):
+            return True
+        behind = state.free >> target << target
+        if not behind:
+            return False
+        return self._sooner(compute((behind & -behind).bit_length() - 1), left, now)
 
     def _sooner(self, compute: float | None, left: float | None, now: float) -> bool:
         """Whether all would be done sooner with one more cell, which takes ``compute``, recomputed

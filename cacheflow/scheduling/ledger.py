@@ -90,6 +90,8 @@ class Ledger:
         """Loads in flight, by channel."""
         self._last_load: dict[str, int] = {}
         """The latest of them."""
+        self._flights: dict[int, Load] = {}
+        """All of them by id, but those of activations."""
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -303,6 +305,7 @@ class Ledger:
         """The load's cells are claimed from now on."""
         self._loads[load.channel] += 1
         self._last_load[load.channel] = load.id
+        self._flights[load.id] = load
         self.tiles[load.tile].claim(load)
         self._refresh(load.tile)
 
@@ -316,11 +319,13 @@ class Ledger:
     def landed(self, load: Load, layers: int) -> None:
         """Published."""
         self._loads[load.channel] -= 1
+        self._flights.pop(load.id, None)
         self.tiles[load.tile].landed(load, layers)
         self._refresh(load.tile)
 
     def lost(self, load: Load, chunks: Sequence[int]) -> None:
         """Not delivered: other sources or recompute take over."""
         self._loads[load.channel] -= 1
+        self._flights.pop(load.id, None)
         self.tiles[load.tile].lost(load, chunks)
         self._refresh(load.tile)

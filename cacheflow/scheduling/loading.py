@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.scheduling.feeding import Feeding, Reach
+from cacheflow.scheduling.closing import Closing
+from cacheflow.scheduling.feeding import Reach
 from cacheflow.types import Span
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ _LEAST_UNIT_SECONDS: Final = 0.004
 _MOST: Final = 1 << 30
 _PLANNED_SHARE: Final = 0.1
 """From this share of the time left on, what the suffix can hide decides the order of loads."""
-_LEAST_HELD: Final = 4
+_LEAST_HELD: Final = 2
 """Cells: fewer would win less than a load that lands late costs."""
 
 
-class Loading(Feeding):
+class Loading(Closing):
     """A request as channels see it."""
 
     def next_reach(self, channel: str, now: float) -> Reach | None:
@@ -41,13 +42,21 @@ class Loading(Feeding):
             return None
         if self._by_layers:
             return self._top_layer(channel, now)
+        ending = self.ending(now)
+        if ending is not None:
+            masks = {t: mask & self._allowed(t, channel) for t, mask in ending.loads.items()}
+            masks = {t: mask for t, mask in masks.items() if mask}
+            return self._lowest_layer(channel, masks) if masks else None
         held = self._held_back(channel, now) if self.policy.overlaps else {}
         if held and self.leaves:
             return self._lowest_layer(channel, held)
         for t in self._load_order():
             mask = self._allowed(t, channel) & ~held.get(t, 0)
             if mask:
-                return self._cut(channel, t, mask, now)
+                reach = self._cut(channel, t, mask, now, self._seconds_for(channel, held))
+                if reach is not None or not held:
+                    return reach
+                break  # Compute has the rest sooner; what is held back waits for nothing else.
         return self._lowest_layer(channel, held) if held else None
 
     def _held_back(self, channel: str, now: float) -> dict[int, int]:
@@ -143,8 +152,20 @@ class Loading(Feeding):
         for first, end in zip([0, *holes], [*holes, stop], strict=True):
             yield from range(end - 1, first - 1, -1)
 
-    def _cut(self, channel: str, t: int, mask: int, now: float) -> Reach | None:
-        """The topmost layers of ``mask`` with the same chunks, as many as one load should have."""
+    def _seconds_for(self, channel: str, masks: Mapping[int, int]) -> float:
+        """What ``channel`` takes for these cells."""
+        count = (
+            sum(mask.bit_count() * self.tiles[t].tile.width for t, mask in masks.items())
+            // self.spec.chunk_tokens
+        )
+        bandwidth = self._outlook.channel(channel).bandwidth
+        return count * self._strides[channel] / bandwidth if bandwidth else 0.0
+
+    def _cut(self, channel: str, t: int, mask: int, now: float, later: float = 0.0) -> Reach | None:
+        """The topmost layers of ``mask`` with the same chunks, as many as one load should have.
+
+        ``later``: seconds of loads that are held back behind these.
+        """
         state = self.tiles[t]
         top = mask.bit_length() - 1
         chunks = state.chunks_for(channel, top)
@@ -161,7 +182,12 @@ class Loading(Feeding):
             nbytes = stride * (top - low + 1)
             load = self._outlook.load_seconds(channel, nbytes, now)
             probes = self.policy.hedges and self._outlook.is_probing(channel, nbytes)
-            if probes or self.policy.load(load, self._reached(channel, t, low, now)):
+            reached = self._reached(channel, t, low, now)
+            if reached is not None:
+                # The suffix hides so much of what is held back behind this load, and no more.
+                hides = (self.spec.num_layers - 1 - low) * self._suffix_layer()
+                reached -= max(later - hides, 0.0)
+            if probes or self.policy.load(load, reached):
                 return Reach(t, Span(low, top + 1), chunks, nbytes)
             if top == low:
                 break

@@ -14,17 +14,22 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.costs import ChannelModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from cacheflow.costs import ComputeModel
     from cacheflow.types import Load, Tile
 
 __all__ = ["Outlook", "Work"]
 
-_DEPTH_SECONDS: Final = 0.02
-"""Loads in flight should cover this much of a channel's time, so that it never runs dry."""
+_DEPTH_SECONDS: Final = 0.005
+"""Loads in flight should cover this much of a channel's time, so that it never runs dry: what is in
+flight cannot be taken back, keeps others waiting and may be overtaken."""
+_UNSETTLED_SECONDS: Final = 0.02
+"""The same while few loads (``_SETTLED``) came about when they were expected: the channel may be
+several times faster than it is believed to be."""
+_SETTLED: Final = 3
 _DEPTH_SHARE: Final = 0.6
-"""... but no more than this of what a request has left: what is in flight cannot be taken back."""
+"""... but no more than this of what a request has left."""
 _UNIT_SHARE: Final = 0.125
 """One load carries at most this share of what is left, where ``least_seconds`` would be more."""
 _GUESS_SHARE: Final = 0.5
@@ -35,6 +40,8 @@ that is faster outweighs it. A slower one does not: after a pause the first ofte
 it may be latency or bandwidth."""
 _FASTER: Final = 0.67
 """Of what was expected: below this an observation contradicts it."""
+_LAUNCH_MEMORY: Final = 0.1
+"""How much of what is believed of passes one of them changes."""
 _INFINITE: Final = float("inf")
 
 
@@ -95,13 +102,19 @@ class Outlook:
         """What of it no load can save."""
         self.max_load_bytes = max_load_bytes
         self._claim_ahead = claim_ahead
-        self._current: Tile | None = None
+        self._current: tuple[Tile, ...] = ()
+        """What the compute thread pushes through a layer, in one pass."""
+        self._launches = 1.0
+        """Launches a tile-layer: fewer than one where passes hold several tiles."""
         self._claimed_at = 0.0
         self._ended = True
         self._observed_at = -_INFINITE
         self.was_surprised = False
         """Compute was faster than believed when old knowledge was tried last."""
         self._delivered_at: dict[str, float] = {}
+        self._deliveries: dict[str, int] = {}
+        """Loads that each channel has delivered since it was silent for long, or much faster than
+        believed."""
         self._late: dict[str, float] = {}
         self._streak = 0
 
@@ -125,7 +138,9 @@ class Outlook:
     def layer_seconds(self, work: tuple[float, float]) -> float | None:
         """One layer of a tile with ``work``."""
         rates = self.compute.rates
-        return None if rates is None else rates[0] + rates[1] * work[0] + rates[2] * work[1]
+        if rates is None:
+            return None
+        return rates[0] * self._launches + rates[1] * work[0] + rates[2] * work[1]
 
     def layer_bound(self, work: tuple[float, float]) -> float | None:
         """Seconds within which a layer is done nearly always: late compute cannot be taken back."""
@@ -137,33 +152,44 @@ class Outlook:
         rates = self.compute.rates
         if rates is None:
             return None
-        return rates[0] * work.count + rates[1] * work.linear + rates[2] * work.attention
+        return (
+            rates[0] * self._launches * work.count
+            + rates[1] * work.linear
+            + rates[2] * work.attention
+        )
 
     def layer_ended(self, now: float) -> None:
         """The compute thread is out of the layer that it claimed last: learn from it."""
-        if self._ended or self._current is None:
+        if self._ended or not self._current:
             return
         self._ended = True
         if self._streak > self._claim_ahead:
             self._learn(self._current, now - self._claimed_at, now)
         self._streak += 1
 
-    def _learn(self, tile: Tile, seconds: float, now: float) -> None:
-        """One layer of ``tile`` took ``seconds``: old knowledge is doubted if it was faster."""
-        expected = self.compute.layer_seconds(tile) or 0.0
+    def _learn(self, tiles: Sequence[Tile], seconds: float, now: float) -> None:
+        """One pass of a layer took ``seconds``: old knowledge is doubted if it was faster."""
+        expected = self.compute.pass_seconds(tiles) or 0.0
         if self.compute_stale(now):
             self.was_surprised = seconds < _FASTER * expected
             if self.was_surprised:
                 self.compute.doubt()
-        self.compute.observe(tile, seconds)
+        self.compute.observe_pass(tiles, seconds)
+        self._launches += _LAUNCH_MEMORY * (1 / len(tiles) - self._launches)
         self._observed_at = now
 
-    def claimed(self, tile: Tile | None, now: float) -> None:
-        """The compute thread begins a layer of ``tile`` (None: it stops)."""
+    def claimed(self, tile: Tile | None, now: float, *, joins: bool = False) -> None:
+        """The compute thread begins a layer of ``tile`` (None: it stops); ``joins``: in the pass
+        that it was just asked about for other tiles."""
+        if joins:
+            if tile is not None:
+                self._current = (*self._current, tile)
+                self._ended = False
+            return
         self.layer_ended(now)
-        if tile is None or tile != self._current:
+        if tile is None or (tile,) != self._current[:1]:
             self._streak = 1
-        self._current = tile
+        self._current = () if tile is None else (tile,)
         self._claimed_at = now
         self._ended = False
 
@@ -173,9 +199,9 @@ class Outlook:
 
     def current_left(self, now: float) -> float:
         """Seconds until the layer being computed is done."""
-        if self._current is None or self._ended:
+        if not self._current or self._ended:
             return 0.0
-        cost = self.compute.layer_seconds(self._current) or 0.0
+        cost = self.compute.pass_seconds(self._current) or 0.0
         return max(0.0, self._claimed_at + cost - now)
 
     # -- loads ---------------------------------------------------------------------------------
@@ -188,6 +214,8 @@ class Outlook:
             old = now - self._delivered_at.get(load.channel, -_INFINITE) > _FRESH_SECONDS
             if old and ratio < _FASTER:
                 model.doubt()
+            surprise = old or ratio < _FASTER
+            self._deliveries[load.channel] = 1 if surprise else self._deliveries[load.channel] + 1
             self._delivered_at[load.channel] = now
         model.ended(load.id, now, delivered=delivered)
 
@@ -234,7 +262,9 @@ class Outlook:
         bandwidth = model.bandwidth
         if bandwidth is None:
             return model.in_flight == 0
-        seconds = _DEPTH_SECONDS if left is None else min(_DEPTH_SECONDS, left * _DEPTH_SHARE)
+        known = self._deliveries.get(channel, 0) >= _SETTLED
+        seconds = _DEPTH_SECONDS if known else _UNSETTLED_SECONDS
+        seconds = seconds if left is None else min(seconds, left * _DEPTH_SHARE)
         seconds += model.latency
         return model.in_flight < 2 or model.in_flight_bytes < bandwidth * seconds
 

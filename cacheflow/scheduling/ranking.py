@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cacheflow.costs import ChannelModel, ComputeModel
     from cacheflow.scheduling.frontier import Frontier
     from cacheflow.scheduling.queue import Rank
-    from cacheflow.types import Tile
+    from cacheflow.types import Tile, TileWork
 
 __all__ = ["Ranking"]
 
@@ -39,7 +39,8 @@ class Ranking:
     ``objective``: what the order of requests is for (``tail``, ``mean``, ``deadline``,
     ``makespan``), unless a request's policy brings an order of its own. ``max_requests`` and
     ``max_tokens`` (of their prompts, without what they share) bound what is under way at once; the
-    rest wait outside in the same order, none going in before its turn.
+    rest wait outside in the same order, none going in before its turn. ``pack_tokens``: the widest
+    pass of several tiles (:class:`cacheflow.abc.Packer`); 0: each has its own.
 
     Raises:
         ConfigError: there is no such objective.
@@ -55,10 +56,15 @@ class Ranking:
         claim_ahead: int = 0,
         max_requests: int | None = None,
         max_tokens: int | None = None,
+        pack_tokens: int = 0,
     ) -> None:
         self._clock = clock
         self._order = load_objective(objective)
         self._outlook = Outlook(compute, max_load_bytes=max_load_bytes, claim_ahead=claim_ahead)
+        self._pack_tokens = pack_tokens
+        self._pass: frozenset[TileWork] = frozenset()
+        """What was handed out last to go through the layers together."""
+        self._pass_layer = -1
         self._gate = self._outlook.gate
         self._requests: dict[str, Frontier] = {}
         self._numbers: dict[str, int] = {}
@@ -244,6 +250,31 @@ class Ranking:
                 del self._wake[request_id]
                 frontier = self._requests[request_id]
                 self._compute.put(request_id, self._rank(frontier, COMPUTE, now))
+
+    def _gives_way(self, frontier: Frontier, now: float) -> bool:
+        """Whether compute leaves off between two layers for somebody more urgent."""
+        return self._overtaken(frontier, now) or self._waits_for_first(frontier, None, now)
+
+    def _waits_for_first(self, frontier: Frontier, tile: Tile | None, now: float) -> bool:
+        """Whether the suffix of the most urgent request that compute has turned away from is so
+        close that no layer of ``frontier``'s ``tile`` (of what it is at) is begun before it."""
+        parked = self._compute.parked()
+        if parked is None or parked[1] == frontier.spec.id:
+            return False
+        if parked[0] >= (frontier.taken_at if tile is None else self._rank(frontier, COMPUTE, now)):
+            return False
+        work = None if tile is None else self._outlook.compute.layer_seconds(tile)
+        cost = frontier.layer_cost if work is None else work
+        wait = self._requests[parked[1]].worth_waiting_for(cost, now)
+        if wait > 0.0:
+            self._wake_compute(parked[1], now + max(wait, _LEAST_WAIT))
+        return wait > 0.0
+
+    def _wake_compute(self, request_id: str, when: float) -> None:
+        """Ask the request again at ``when``, if not before."""
+        if when < self._wake.get(request_id, _INFINITE):
+            self._wake[request_id] = when
+            heappush(self._timers, (when, request_id))
 
     def _overtaken(self, frontier: Frontier, now: float) -> bool:
         """Whether a request that waits for compute is more urgent than the one computing, by more

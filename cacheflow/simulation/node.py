@@ -94,6 +94,7 @@ class Node:
         self._wait = _LEAST_WAIT
         # Bound once: looking a method up makes an object, and these go into every event.
         self._on_layer, self._on_load, self._on_wake = self._layer_done, self._arrived, self._woken
+        self._on_admitted = self._changed
 
     # -- outside -------------------------------------------------------------------------------
 
@@ -115,7 +116,8 @@ class Node:
         self._busy.enter(self._loop.time)
         self._pending.enter(self._loop.time)
         self._check_restored(record)
-        self._changed()
+        # Not at once: requests that arrive in the same moment are all there before one is chosen.
+        self._loop.at(self._loop.time, self._on_admitted)
         return record
 
     @property
@@ -130,7 +132,7 @@ class Node:
 
     # -- compute -------------------------------------------------------------------------------
 
-    def _changed(self) -> None:
+    def _changed(self, _: object = None) -> None:
         """Something arrived or ended."""
         self._wait = _LEAST_WAIT
         self._ask()

