@@ -111,6 +111,11 @@ class Settings(BaseSettings):
     """Who makes a cell ready: docs/scheduling.md says what each does."""
     objective: Literal["tail", "mean", "deadline", "makespan"] = "tail"
     """What the order of waiting requests is for."""
+    mode: Literal["exact", "fast"] = "exact"
+    """``fast``: tiles are chunks, several of which, of one or several requests, are computed in one
+    pass (docs/scheduling.md). Their KV is right within the dtype's tolerance, not bit for bit, so
+    it counts as lossy: it needs ``allow_lossy``, and no flow without that ever loads it. The engine
+    has to be opened in the same mode."""
     max_restores: int | None = Field(default=None, ge=1)
     """Restores under way at once; others wait for their turn in the order of the objective. None:
     any number."""
@@ -123,7 +128,8 @@ class Settings(BaseSettings):
     """Secret that chunks are authenticated with; chunks without are then refused. Empty: stores are
     trusted (SECURITY.md)."""
     allow_lossy: bool = Field(default=False, validate_default=True)
-    """Whether KV that a lossy codec has touched may be used, and stored."""
+    """Whether KV that a lossy codec has touched, or fast mode has computed, may be used, and
+    stored."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -165,6 +171,8 @@ class Settings(BaseSettings):
                     f"tier {tier.name!r} is to store with codec {tier.codec}, which is lossy: set "
                     "allow_lossy to true if that may be"
                 )
+        if others.data.get("mode") == "fast" and not allowed:
+            raise ValueError("mode is fast, whose KV is not exact: set it to true if that may be")
         return allowed
 
     @property

@@ -20,7 +20,7 @@ from cacheflow.plugins.transformers.device import pick_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Joined", "gloo_group", "join_ranks", "leave_ranks", "rank_device"]
+__all__ = ["Joined", "gloo_group", "join_ranks", "leave_ranks", "rank_device", "refuse_fast"]
 
 _MEETING: Final = "env://"
 _PLACE: Final = ("MASTER_ADDR", "MASTER_PORT")
@@ -133,3 +133,9 @@ def _absent(error: RuntimeError, deadline: float) -> PeerError:
         f"another rank is gone, or did not come within {deadline:g} s, while they were gathering: "
         f"start all ranks again (torch says: {first})"
     )
+
+
+def refuse_fast(fast: bool, kind: str) -> None:
+    """Raise ConfigError if fast mode is asked for: ranks would have to agree on every pass."""
+    if fast:
+        raise ConfigError(f"fast=True: a {kind} engine has exact mode only; open it without")

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from cacheflow.abc.engine import ChatTemplate, Decoder, Engine, Sampler
+from cacheflow.abc.engine import ChatTemplate, Decoder, Engine, Packer, Sampler
 from cacheflow.abc.ranks import Peers, Sharded, Staged, StageListener, Together
 from cacheflow.abc.recomputer import ClaimLayer, Recomputer
 from cacheflow.abc.storage import StorageBackend
@@ -16,6 +16,7 @@ __all__ = [
     "ClaimLayer",
     "Decoder",
     "Engine",
+    "Packer",
     "Peers",
     "Recomputer",
     "Sampler",

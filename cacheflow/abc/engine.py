@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         Span,
     )
 
-__all__ = ["ChatTemplate", "Decoder", "Engine", "Sampler"]
+__all__ = ["ChatTemplate", "Decoder", "Engine", "Packer", "Sampler"]
 
 
 class ChatTemplate(Protocol):
@@ -64,6 +64,18 @@ class Decoder(Protocol):
     @property
     def is_decoding(self) -> bool:
         """Whether a decode step is under way or waits."""
+
+
+@runtime_checkable
+class Packer(Protocol):
+    """What an engine offers that can push several tiles through a layer in one pass."""
+
+    @property
+    def pack_tokens(self) -> int:
+        """The widest pass, in tokens. 0: every tile has a pass of its own, so that its bits depend
+        on nobody beside it; else its KV is equal within the dtype's tolerance, and every segment
+        that it reports is ``lossy``."""
+        ...
 
 
 class Engine(Recomputer, Protocol):

@@ -30,6 +30,7 @@ from cacheflow.kv.provenance import (
     canonical_tokens,
     clip_segments,
     exact_tokens,
+    is_packed,
     make_grid_id,
 )
 
@@ -56,6 +57,7 @@ __all__ = [
     "header_size",
     "import_coders",
     "key_root",
+    "is_packed",
     "make_grid_id",
     "model_id",
     "parse_name",

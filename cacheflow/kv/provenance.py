@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import ConfigError
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
     from cacheflow.types import Segment, Span, TileGrid
 
-__all__ = ["canonical_tokens", "clip_segments", "exact_tokens", "make_grid_id"]
+__all__ = ["canonical_tokens", "clip_segments", "exact_tokens", "is_packed", "make_grid_id"]
+
+
+_PACKED: Final = ";mode=fast"
 
 
 def make_grid_id(
@@ -22,8 +25,12 @@ def make_grid_id(
     attention: str,
     threads: int,
     tensor_parallel: int = 1,
+    packed: bool = False,
 ) -> str:
     """Everything outside the key that decides bits, as one short line of text.
+
+    ``packed``: several tiles may have been computed in one pass (fast mode): no line of text says
+    which, so nothing under such an id is repeated bit for bit.
 
     Raises:
         ConfigError: a name holds a ``;``, which would make two environments look the same.
@@ -33,8 +40,13 @@ def make_grid_id(
             raise ConfigError(f"{name!r} cannot be part of a grid id: it holds a ';'")
     return (
         f"grid={grid.name};torch={torch_version};dev={device};attn={attention}"
-        f";threads={threads};tp={tensor_parallel}"
+        f";threads={threads};tp={tensor_parallel}{_PACKED if packed else ''}"
     )
+
+
+def is_packed(grid_id: str) -> bool:
+    """Whether an engine with this id computes in fast mode."""
+    return grid_id.endswith(_PACKED)
 
 
 def clip_segments(segments: Iterable[Segment], tokens: Span) -> tuple[Segment, ...]:

@@ -26,8 +26,8 @@ class ComputeDriver:
         self._restorer = restorer
         self._wake = asyncio.Event()
         self._returned = asyncio.Event()
-        self._times: list[float] = []
-        """When each layer of the running batch was claimed; appended by the compute thread."""
+        self._times: dict[TileWork, list[float]] = {}
+        """When each layer of the running batch was claimed; the compute thread appends."""
 
     def kick(self) -> None:
         """Something changed: ask the scheduler again."""
@@ -60,7 +60,7 @@ class ComputeDriver:
         for job in jobs:
             if job is not None:
                 job.computing = True
-        self._times = []
+        self._times = {}
         try:
             for done in await restorer.recomputer.recompute(batch, self._claim):
                 self._record(done)
@@ -79,7 +79,7 @@ class ComputeDriver:
     def _claim(self, work: TileWork, layer: int) -> Claim:
         answer = self._restorer.scheduler.claim(work, layer)
         if answer is not Claim.REFUSED:
-            self._times.append(self._restorer.clock.now())
+            self._times.setdefault(work, []).append(self._restorer.clock.now())
             job = self._restorer.job(work.request_id)
             if answer is Claim.WRITE and job is not None and not work.is_suffix:
                 job.origins.wrote(work.tile.index, work.tile.width, layer)
@@ -90,8 +90,8 @@ class ComputeDriver:
         self._restorer.scheduler.computed(done)
         if self._restorer.stage is not None:
             self._restorer.stage.computed(done)
-        if self._times:
-            work = done.work
+        work = done.work
+        if times := self._times.get(work):
             self._restorer.emit(
                 LayersComputed(
                     request_id=work.request_id,
@@ -99,7 +99,7 @@ class ComputeDriver:
                     width=work.tile.width,
                     is_suffix=work.is_suffix,
                     layers=Span(work.first_layer, done.next_layer),
-                    starts=tuple(self._times),
+                    starts=tuple(times),
                     stop=self._restorer.clock.now(),
                 )
             )

@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cacheflow.kv import is_packed
 from cacheflow.restore.request import Restoration
 from cacheflow.scheduling import RECOMPUTE, Origins
 from cacheflow.types import RestoreEnded, Segment
@@ -153,18 +154,20 @@ class Job:
 
         A tile counts as one pass of the grid if recompute wrote all of it, or if every copy that
         was loaded into it is canonical under ``grid_id``; else it is of another history (width 0),
-        whatever its copies record: what stood before them may have been replaced since.
+        whatever its copies record: what stood before them may have been replaced since. What fast
+        mode has recomputed counts as lossy.
         """
         segments = []
         for tile, history in zip(self.spec.tiles, self.histories, strict=True):
             layers, copies = len(history.recomputed), history.copies
             ours = all(info.canonical and info.grid_id == grid_id for info in copies)
             known = layers == self.spec.num_layers or (bool(copies) and ours)
-            lossy = any(info.lossy for info in copies)
+            packed = bool(layers) and is_packed(grid_id)
+            lossy = packed or any(info.lossy for info in copies)
             if self.agreed is not None:  # what other ranks have loaded counts as well
                 size = self.spec.chunk_tokens
                 inside = (1 << tile.stop // size) - (1 << tile.start // size)
                 known = not self.agreed.strange & inside
-                lossy = bool(self.agreed.lossy & inside)
+                lossy = packed or bool(self.agreed.lossy & inside)
             segments.append(Segment(tile.start, tile.stop, tile.width if known else 0, lossy))
         return segments

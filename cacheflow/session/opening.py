@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cacheflow.abc import Staged, Together
+from cacheflow.abc import Packer, Staged, Together
 from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel, CostChecks
 from cacheflow.errors import ConfigError
@@ -117,7 +117,24 @@ def _scheduler(
         claim_ahead=engine.claim_ahead,
         max_requests=settings.max_restores,
         max_tokens=settings.max_restore_tokens,
+        pack_tokens=_pack_tokens(settings, engine),
     )
+
+
+def _pack_tokens(settings: Settings, engine: Engine) -> int:
+    """The widest pass; 0 in exact mode. ConfigError where the engine is in another mode."""
+    tokens = engine.pack_tokens if isinstance(engine, Packer) else 0
+    if settings.mode == "fast" and not tokens:
+        raise ConfigError(
+            "setting mode: it is fast, but the engine computes every tile by itself: open the "
+            "engine with fast=True, or set mode to exact"
+        )
+    if settings.mode == "exact" and tokens:
+        raise ConfigError(
+            "setting mode: it is exact, but the engine was opened with fast=True: open it without, "
+            "or set mode to fast and allow_lossy to true"
+        )
+    return tokens
 
 
 def _saver(

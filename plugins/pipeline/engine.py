@@ -18,7 +18,7 @@ from cacheflow.kv import boundary_shard
 from cacheflow.plugins.pipeline.cutting import keep_layers, load_checked
 from cacheflow.plugins.pipeline.links import Message
 from cacheflow.plugins.pipeline.talk import Talk
-from cacheflow.plugins.ranks import gloo_group, join_ranks, leave_ranks, rank_device
+from cacheflow.plugins.ranks import gloo_group, join_ranks, leave_ranks, rank_device, refuse_fast
 from cacheflow.plugins.transformers.copies import as_torch_wants
 from cacheflow.plugins.transformers.engine import TransformersEngine
 from cacheflow.plugins.transformers.opening import check_options, streams_of
@@ -79,6 +79,7 @@ class PipelineEngine(TransformersEngine):
         kv_bytes: int = 4 << 30,
         chunk_tokens: int = 256,
         grid: TileGrid | None = None,
+        fast: bool = False,
         rank: int | None = None,
         ranks: int | None = None,
         init_method: str = "env://",
@@ -92,11 +93,12 @@ class PipelineEngine(TransformersEngine):
         for one process: ``grid_id`` is the same.
 
         Raises:
-            ConfigError: as for one process; or more stages than layers, or nothing says which ranks
-                there are.
+            ConfigError: as for one process; ``fast``; more stages than layers, or nothing says
+                which ranks there are.
             PeerError: other ranks did not come.
         """
         where, grid = rank_device(device), grid or TileGrid()
+        refuse_fast(fast, "pipeline")
         check_options(grid, chunk_tokens, threads, kv_bytes)
         loaded, parts = await load_checked(model, dtype, where, chunk_tokens, grid, threads)
         joined = await asyncio.to_thread(join_ranks, rank, ranks, init_method, deadline)

@@ -15,7 +15,7 @@ import torch
 
 from cacheflow.distributed import cut_layout
 from cacheflow.errors import CacheFlowError, ConfigError, PeerError
-from cacheflow.plugins.ranks import rank_device
+from cacheflow.plugins.ranks import rank_device, refuse_fast
 from cacheflow.plugins.tensor_parallel.conductor import Conductor
 from cacheflow.plugins.tensor_parallel.cut import cut_model
 from cacheflow.plugins.tensor_parallel.group import Group
@@ -75,6 +75,7 @@ class TensorParallelEngine(TransformersEngine):
         kv_bytes: int = 4 << 30,
         chunk_tokens: int = 256,
         grid: TileGrid | None = None,
+        fast: bool = False,
         rank: int | None = None,
         ranks: int | None = None,
         init_method: str = "env://",
@@ -88,11 +89,12 @@ class TensorParallelEngine(TransformersEngine):
         one process.
 
         Raises:
-            ConfigError: as for one process; or the model cannot be cut among so many ranks, or
-                nothing says which ranks there are.
+            ConfigError: as for one process; ``fast``; the model cannot be cut among so many ranks,
+                or nothing says which ranks there are.
             PeerError: other ranks did not come, or are gone.
         """
         where, grid = rank_device(device), grid or TileGrid()
+        refuse_fast(fast, "tensor-parallel")
         check_options(grid, chunk_tokens, threads, kv_bytes)
         chosen = fast_dtype(where) if dtype == "auto" else dtype
         host = torch.device("cpu")

@@ -19,7 +19,15 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ATTENTION_NAME", "RowBlock", "Rows", "Tile", "attention_forward", "current_reach"]
+__all__ = [
+    "ATTENTION_NAME",
+    "Packed",
+    "RowBlock",
+    "Rows",
+    "Tile",
+    "attention_forward",
+    "current_reach",
+]
 
 ATTENTION_NAME: Final = "cacheflow"
 
@@ -43,6 +51,14 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Tiles of several requests side by side in one pass: which tokens of it are whose, and what
+    each sees before its own."""
+
+    parts: Sequence[tuple[slice, Sequence[KeyValue]]]
+
+
+@dataclass(frozen=True, slots=True)
 class RowBlock:
     """K and V that some rows of a decode step see; ``rows`` is a slice where they are adjacent."""
 
@@ -59,7 +75,7 @@ class Rows:
 
 
 class _Current(threading.local):
-    reach: Tile | Rows | None = None
+    reach: Tile | Packed | Rows | None = None
 
 
 current_reach: Final = _Current()
@@ -77,8 +93,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers: ``query [B, Hq, n, D]`` -> ``[B, n, Hq, D]``.
 
-    ``key`` and ``value`` are the queries' own block ``[B, Hkv, n, D]``, as the page holds it; the
-    rest is in :data:`current_reach`.
+    ``key`` and ``value`` are the queries' own block ``[B, Hkv, n, D]``, as the page holds it (in a
+    packed pass: as it was just computed); the rest is in :data:`current_reach`.
 
     Raises:
         RuntimeError: called outside the walk, or for a kind of attention that is not ours.
@@ -92,6 +108,12 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(reach, Tile):
         out = _attend_tile(query, key, value, reach.blocks, scale)
+    elif isinstance(reach, Packed):
+        parts = [
+            _attend_tile(query[:, :, own], key[:, :, own], value[:, :, own], blocks, scale)
+            for own, blocks in reach.parts
+        ]
+        out = torch.cat(parts, dim=2)
     else:
         out = _attend_rows(query, reach.blocks, scale)
     return out.transpose(1, 2), None

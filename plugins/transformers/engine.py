@@ -22,6 +22,7 @@ from cacheflow.plugins.transformers.device import device_kind, pick_device
 from cacheflow.plugins.transformers.lanes import Gathered, Lane, Streams
 from cacheflow.plugins.transformers.model import layer_flops
 from cacheflow.plugins.transformers.opening import check_options, load_parts, streams_of
+from cacheflow.plugins.transformers.packed import PACK_TOKENS, walk_packed
 from cacheflow.plugins.transformers.pages import PagePool
 from cacheflow.plugins.transformers.sampling import choose, draw
 from cacheflow.plugins.transformers.smollm2 import prepare_smollm2
@@ -63,6 +64,7 @@ class TransformersEngine:
         tokenizer: Any,
         shard: Shard | None = None,
         tensor_parallel: int = 1,
+        pack_tokens: int = 0,
     ) -> None:
         device = next(model.parameters()).device
         self.shard = shard or Shard.of(layout)
@@ -84,13 +86,17 @@ class TransformersEngine:
             attention=f"{ATTENTION_NAME}-1",
             threads=threads,
             tensor_parallel=tensor_parallel,
+            packed=pack_tokens > 0,
         )
+        self.pack_tokens = pack_tokens
         self._model = model
         self._streams = streams
         self._pool = PagePool(layout, grid, kv_bytes, device)
         self._walker = Walker(model, streams, self.shard)
         vocabulary = int(model.config.vocab_size)
-        self._requests = RequestTable(self._pool, grid, self.max_tokens, vocabulary)
+        self._requests = RequestTable(
+            self._pool, grid, self.max_tokens, vocabulary, packs=pack_tokens > 0
+        )
         self._compute = self._compute_lane(threads)
         self._copy = Lane("cacheflow-copy", threads)
         self._publishing = Gathered(self._copy, self._publish, _PUBLISH_BYTES)
@@ -113,21 +119,26 @@ class TransformersEngine:
         kv_bytes: int = 4 << 30,
         chunk_tokens: int = 256,
         grid: TileGrid | None = None,
+        fast: bool = False,
     ) -> Self:
         """Load the model in the folder ``model`` and check that the walk reproduces it.
 
         ``dtype`` auto: bfloat16 where the hardware is fast at it, else float32. ``threads``: torch
-        threads of the compute thread (bits depend on it, so it is part of ``grid_id``).
+        threads of the compute thread (bits depend on it, so it is part of ``grid_id``). ``fast``:
+        tiles are chunks, and up to 2,048 tokens of them, of one or several requests, go through a
+        layer in one pass; KV is equal to exact mode's within the dtype's tolerance (setting
+        ``mode``, docs/scheduling.md).
 
         Raises:
             ConfigError: no such model, one that cannot be restored exactly (names the feature), or
                 an option that cannot be.
         """
         where = pick_device(device)
-        grid = grid or TileGrid()
+        grid = grid or (TileGrid((), chunk_tokens) if fast else TileGrid())
         check_options(grid, chunk_tokens, threads, kv_bytes)
         loaded, named = await asyncio.to_thread(load_parts, model, dtype, where, chunk_tokens)
         streams = streams_of(where)
+        named["pack_tokens"] = max(PACK_TOKENS, grid.tail) if fast else 0
         engine = cls(
             loaded, grid=grid, kv_bytes=kv_bytes, threads=threads, streams=streams, **named
         )
@@ -223,6 +234,9 @@ class TransformersEngine:
 
         def compute() -> list[ComputeDone]:
             with self._streams.compute():
+                if self.pack_tokens and len(requests) > 1:
+                    asks = [ask(request) for request in requests]
+                    return walk_packed(self._walker, requests, batch.work, asks)
                 return [
                     self._walker.tile(request, work, ask(request))
                     for request, work in zip(requests, batch.work, strict=True)

@@ -35,6 +35,8 @@ class OpenRequest:
     ``[width, hidden]`` on the CPU."""
     busy: set[asyncio.Future[Any]] = field(default_factory=set)
     """Work on the lanes that still touches the pages."""
+    packs: bool = False
+    """Whether its passes may hold tiles of others: what they compute is not repeated exactly."""
     closing: bool = False
     """Closed by its owner: compute that still runs stops before its next layer."""
 
@@ -76,7 +78,7 @@ class OpenRequest:
         if stop - start == 1 and last and last.width == 1 and last.stop == start:
             self.segments[-1] = Segment(last.start, stop, 1, last.lossy)
         else:
-            self.segments.append(Segment(start, stop, stop - start))
+            self.segments.append(Segment(start, stop, stop - start, self.packs))
 
     def history(self, tokens: int) -> list[Segment]:
         """What is recorded of the first ``tokens`` tokens. A segment that they cut is left out, for

@@ -20,9 +20,19 @@ __all__ = ["RequestTable"]
 
 
 class RequestTable:
-    """Requests by id. ``max_tokens``: the model's context; ``vocabulary``: how many tokens."""
+    """Requests by id. ``max_tokens``: the model's context; ``vocabulary``: how many tokens;
+    ``packs``: whether passes hold tiles of several."""
 
-    def __init__(self, pool: PagePool, grid: TileGrid, max_tokens: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        grid: TileGrid,
+        max_tokens: int,
+        vocabulary: int,
+        *,
+        packs: bool = False,
+    ) -> None:
+        self._packs = packs
         self._pool = pool
         self._grid = grid
         self._max_tokens = max_tokens
@@ -53,7 +63,7 @@ class RequestTable:
         self._is_new(request_id)
         if not len(tokens):
             raise ConfigError("the prompt is empty: give at least one token")
-        request = OpenRequest(request_id, self._grid, [])
+        request = OpenRequest(request_id, self._grid, [], packs=self._packs)
         self.append([request], [tokens])
         self._requests[request_id] = request
 
@@ -63,7 +73,7 @@ class RequestTable:
         if not 0 < tokens <= len(source.tokens):
             raise ValueError(f"{source.id!r} has {len(source.tokens)} tokens, not {tokens}")
         self._is_new(request_id)
-        made = OpenRequest(request_id, self._grid, source.tokens[:tokens])
+        made = OpenRequest(request_id, self._grid, source.tokens[:tokens], packs=self._packs)
         made.pages = [self._pool.share(p) for p in source.pages if p.stop <= tokens]
         try:
             made.grow(self._pool, tokens)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from cacheflow.plugins.transformers.attention import RowBlock, Rows, Tile, current_reach
+from cacheflow.plugins.transformers.attention import Packed, RowBlock, Rows, Tile, current_reach
 from cacheflow.plugins.transformers.pages import Paused
 from cacheflow.types import Claim, ComputeDone
 
@@ -70,8 +70,8 @@ class Walker:
     def __init__(self, model: Any, streams: Streams, shard: Shard) -> None:
         self._model = model
         self._body = model.model
-        self._streams = streams
-        self._first_layer = shard.layers.start
+        self.streams = streams
+        self.first_layer = shard.layers.start
         self._embeds = shard.layers.start == 0
         self._answers = shard.layers.stop == shard.whole.num_layers
         self._device = next(model.parameters()).device
@@ -91,32 +91,32 @@ class Walker:
             RuntimeError: the hidden state at ``first_layer`` is not there.
         """
         start, stop = work.tile.start, work.tile.stop
-        hidden = self._begin(request, work)
+        hidden = self.begin(request, work)
         past = request.past(start)
-        cache = _PageCache([request.page_at(start)], [(start, stop)], self._first_layer)
+        cache = _PageCache([request.page_at(start)], [(start, stop)], self.first_layer)
         positions = torch.arange(start, stop, device=self._device).unsqueeze(0)
-        places = self._places(positions, hidden)
-        marks = [self._streams.mark()]
+        places = self.places(positions, hidden)
+        marks = [self.streams.mark()]
         layer = work.first_layer
         while layer < self.num_layers:
-            if len(marks) > self._streams.ahead:
-                marks[-max(self._streams.ahead, 1)].synchronize()
+            if len(marks) > self.streams.ahead:
+                marks[-max(self.streams.ahead, 1)].synchronize()
             answer = claim(work, layer)
             if answer is Claim.REFUSED:
                 break
             cache.write = answer is Claim.WRITE
             reach = Tile([page.part(layer, end) for page, end in past])
-            hidden = self._layer(layer, hidden, cache, reach, places)
-            marks.append(self._streams.mark())
+            hidden = self.layer(layer, hidden, cache, reach, places)
+            marks.append(self.streams.mark())
             layer += 1
         marks[-1].synchronize()
-        self._end(request, work, hidden, layer)
+        self.end(request, work, hidden, layer)
         seconds = tuple(after.seconds_since(before) for before, after in pairwise(marks))
         return ComputeDone(work, layer, seconds)
 
     def embed(self, tokens: Sequence[int]) -> torch.Tensor:
         """Hidden states ``[n, hidden]`` at the model's first layer."""
-        embedded: torch.Tensor = self._body.embed_tokens(self._streams.upload(tokens))
+        embedded: torch.Tensor = self._body.embed_tokens(self.streams.upload(tokens))
         return embedded
 
     def step(
@@ -124,12 +124,12 @@ class Walker:
     ) -> torch.Tensor:
         """One decode step: a token each at its position, ``[B, 1, hidden]`` before and after."""
         pages = [r.page_at(p) for r, p in zip(requests, positions, strict=True)]
-        cache = _PageCache(pages, [(p, p + 1) for p in positions], self._first_layer)
-        places = self._places(self._streams.upload(positions).unsqueeze(1), hidden)
+        cache = _PageCache(pages, [(p, p + 1) for p in positions], self.first_layer)
+        places = self.places(self.streams.upload(positions).unsqueeze(1), hidden)
         held = self._held(r.past(p + 1) for r, p in zip(requests, positions, strict=True))
         for layer in range(self.num_layers):
             reach = Rows([RowBlock(rows, *page.part(layer, end)) for rows, page, end in held])
-            hidden = self._layer(layer, hidden, cache, reach, places)
+            hidden = self.layer(layer, hidden, cache, reach, places)
         return hidden
 
     def rows(
@@ -156,7 +156,12 @@ class Walker:
         logits: torch.Tensor = self._model.lm_head(self._body.norm(hidden))
         return logits
 
-    def _begin(self, request: OpenRequest, work: TileWork) -> torch.Tensor:
+    def begin(self, request: OpenRequest, work: TileWork) -> torch.Tensor:
+        """The hidden state ``[1, n, hidden]`` at ``work.first_layer``, taken from where it lies.
+
+        Raises:
+            RuntimeError: it is not there.
+        """
         paused = request.page_at(work.tile.start).paused.pop(work.tile.start, None)
         if work.first_layer == 0 and self._embeds:
             return self.embed(request.tokens[work.tile.start : work.tile.stop]).unsqueeze(0)
@@ -168,7 +173,8 @@ class Walker:
             )
         return paused.hidden
 
-    def _end(self, request: OpenRequest, work: TileWork, hidden: torch.Tensor, layer: int) -> None:
+    def end(self, request: OpenRequest, work: TileWork, hidden: torch.Tensor, layer: int) -> None:
+        """Keep a hidden state that somebody goes on with; logits behind the last token."""
         kept = layer < self.num_layers or not self._answers  # at its end: for the stage behind
         if kept:
             if layer or not self._embeds:
@@ -193,20 +199,22 @@ class Walker:
     def _some(self, rows: Sequence[int]) -> slice | torch.Tensor:
         if rows[-1] - rows[0] + 1 == len(rows):
             return slice(rows[0], rows[-1] + 1)
-        return self._streams.upload(rows)
+        return self.streams.upload(rows)
 
-    def _places(self, positions: torch.Tensor, hidden: torch.Tensor) -> dict[str, Any]:
+    def places(self, positions: torch.Tensor, hidden: torch.Tensor) -> dict[str, Any]:
+        """A layer's arguments about positions ``[1, n]`` (``[B, 1]`` in a decode step)."""
         rotary = self._body.rotary_emb(hidden, position_ids=positions)
         return {"position_ids": positions, "position_embeddings": rotary}
 
-    def _layer(
+    def layer(
         self,
         layer: int,
         hidden: torch.Tensor,
-        cache: _PageCache,
-        reach: Tile | Rows,
+        cache: Any,
+        reach: Tile | Packed | Rows,
         places: dict[str, Any],
     ) -> torch.Tensor:
+        """``hidden`` behind layer ``layer``, whose K and V go to ``cache``."""
         current_reach.reach = reach
         try:
             out = self._layers[layer](
