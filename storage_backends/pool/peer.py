@@ -276,7 +276,10 @@ class Peer:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 doubted.cancel()
-            if channel.ended.done() or self._is_link_bad or not await self._answers(channel):
+            if self._is_link_bad:
+                await self._lose("a transfer failed")
+                return
+            if channel.ended.done() or not await self._answers(channel):
                 await self._lose("it does not answer any more")
                 return
             self._doubted.clear()
