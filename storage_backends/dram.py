@@ -48,6 +48,8 @@ class _Object:
     lease: Lease
     """Its hold counts the reads that are copying out of it, and the loans."""
     nbytes: int
+    lent: memoryview
+    """All of it, as it is lent."""
 
 
 class DramBackend(StorageBackend):
@@ -149,7 +151,8 @@ class DramBackend(StorageBackend):
         first, stop = extent.offset, extent.offset + extent.nbytes
         if stop > item.nbytes:
             return Lent(extent, TransferStatus.SHORT)
-        whole, view = item.lease.buffer, item.lease.view.toreadonly()[first:stop]
+        whole = item.lease.buffer
+        view = item.lent[first:stop]
         buffer = Buffer(whole.address + first, extent.nbytes, whole.kind, view, whole.hold)
         return Lent(extent, TransferStatus.OK, buffer)
 
@@ -188,7 +191,7 @@ class DramBackend(StorageBackend):
             lease.release()
             raise ClosedError("the dram tier was closed")
         self._remove(write.info.key)
-        item = _Object(write.info, lease, write.nbytes)
+        item = _Object(write.info, lease, write.nbytes, lease.view.toreadonly())
         self._objects.setdefault(write.info.key.chunk, {})[write.info.key] = item
         seconds = time.monotonic() - start
         return TransferResult(write, TransferStatus.OK, write.nbytes, seconds)

@@ -34,7 +34,9 @@ WATCHED: Final = ["cacheflow", "cacheflow.storage_backends", "cacheflow.plugins"
 REQUIRE_ALL: Final = os.environ.get("CACHEFLOW_REQUIRE_ALL", "") not in ("", "0")
 FULL: Final = os.environ.get("CACHEFLOW_FULL", "") not in ("", "0")
 
-os.environ.setdefault("CACHEFLOW_KEEP_COSTS", "0")  # no test learns from, or for, another process
+# No test learns from, or for, another process, nor leaves anything in the user's cache folder.
+os.environ.setdefault("CACHEFLOW_KEEP_COSTS", "0")
+os.environ.setdefault("CACHEFLOW_KEEP_DEPARTURES", "0")
 
 settings.register_profile(
     "quick",

@@ -54,6 +54,17 @@ class StorageBackend(ABC):
         An object is listed only if :meth:`load` can read it now (same validity rule).
         """
 
+    async def survey(
+        self, keys: Sequence[ChunkKey], wanted: Sequence[int]
+    ) -> list[Sequence[ChunkInfo]]:
+        """What :meth:`lookup` finds of some chunks, for whoever is about to store what is missing.
+
+        ``keys``: of a whole prompt; ``wanted``: the indices of those that are asked about. For
+        decorators that learn from uses: this is none, and where a chunk lies in its prompt says how
+        likely it will be loaded. A plain store has no need of it.
+        """
+        return await self.lookup([keys[index] for index in wanted])
+
     @abstractmethod
     def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         """Run the reads; yield each as it ends, in any order. Storage errors are results.

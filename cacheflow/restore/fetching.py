@@ -6,7 +6,7 @@ What is encoded has room to be decoded into as well. Verifies nothing: see
 
 from __future__ import annotations
 
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 from cacheflow.restore.transfer import LoadFailed, Piece, sliced_stride
@@ -50,13 +50,16 @@ async def fetched(
         LoadFailed: with every chunk that was not delivered.
     """
     wanted = [(chunk, take) for chunk in load.chunks for take in located.takes(chunk, load.layers)]
-    with ExitStack() as held:
-        if (loan := _borrow(backend, wanted)) is not None:
-            stored = _lent(wanted, held.enter_context(loan))
+    if (loan := _borrow(backend, wanted)) is not None:
+        with loan:
+            stored = _lent(wanted, loan)
             nbytes = sum(_decoded_bytes(take) for _, take in wanted)
-            lease = held.enter_context(await pool.lease(nbytes, load.channel)) if nbytes else None
-            yield list(_lent_pieces(wanted, stored, located, lease))
-            return
+            if not nbytes:  # the usual case
+                yield list(_lent_pieces(wanted, stored, located))
+                return
+            with await pool.lease(nbytes, load.channel) as lease:
+                yield list(_decoded_pieces(wanted, stored, located, lease))
+    else:
         nbytes = sum(_staged_bytes(take, located) for _, take in wanted)
         with await pool.lease(nbytes, load.channel) as lease:
             pieces = list(_staged_pieces(wanted, located, lease))
@@ -69,10 +72,12 @@ async def fetched(
 
 def _borrow(backend: StorageBackend, wanted: _Wanted) -> Loan | None:
     """Whole layer blocks only: of some heads of them a copy has to be made anyway."""
-    if any(take.heads != take.info.key.heads for _, take in wanted):
-        return None
-    ranges = [(take.info.key, take.info.layer_range(take.layers)) for _, take in wanted]
-    return backend.borrow([Extent(key, *where) for key, where in ranges])
+    extents = []
+    for _, take in wanted:
+        if not take.is_whole:
+            return None
+        extents.append(Extent(take.info.key, *take.info.layer_range(take.layers)))
+    return backend.borrow(extents)
 
 
 def _lent(wanted: _Wanted, loan: Loan) -> list[memoryview]:
@@ -89,12 +94,21 @@ def _lent(wanted: _Wanted, loan: Loan) -> list[memoryview]:
 
 
 def _lent_pieces(
-    wanted: _Wanted, stored: Sequence[memoryview], located: Located, lease: Lease | None
+    wanted: _Wanted, stored: Sequence[memoryview], located: Located
 ) -> Iterator[Piece]:
+    """To be used as they are."""
+    for (chunk, take), view in zip(wanted, stored, strict=True):
+        yield _piece(chunk, take, located, (), view, view)
+
+
+def _decoded_pieces(
+    wanted: _Wanted, stored: Sequence[memoryview], located: Located, lease: Lease
+) -> Iterator[Piece]:
+    """What is encoded has a place in ``lease`` to be decoded into."""
     at = 0
     for (chunk, take), view in zip(wanted, stored, strict=True):
         decoded = _decoded_bytes(take)
-        target = lease.view[at : at + decoded] if lease is not None and decoded else view
+        target = lease.view[at : at + decoded] if decoded else view
         at += decoded
         yield _piece(chunk, take, located, (), view, target)
 
@@ -123,7 +137,7 @@ def _decoded_bytes(take: Take) -> int:
 def _is_sliced(take: Take, located: Located) -> bool:
     """Whether only the wanted heads are read: whole layers are where nothing less can be checked
     or decoded."""
-    whole = take.heads == take.info.key.heads or located.whole_blocks
+    whole = take.is_whole or located.whole_blocks
     return not whole and take.info.codec is Codec.RAW
 
 

@@ -54,6 +54,11 @@ class Piece:
         return self.take.info
 
     @property
+    def is_lent(self) -> bool:
+        """Whether it is whole layer blocks, used where the tier has them."""
+        return not self.reads and self.view is self.stored
+
+    @property
     def stride(self) -> int:
         """Bytes from one layer block to the next, once the piece is verified."""
         return self.info.layout.layer_stride(len(self.heads))
@@ -83,7 +88,7 @@ def verify_pieces(pieces: Sequence[Piece], auth: ChunkAuth | None = None) -> Non
             verify(piece.info, piece.take.layers, piece.stored, auth)
             if piece.view is not piece.stored:
                 decode_layers(piece.info, piece.take.layers, piece.stored, piece.view)
-            if piece.take.heads != piece.info.key.heads:
+            if not piece.take.is_whole:
                 _keep_heads(piece)
         except IntegrityError as error:
             corrupt[piece.chunk] = str(error)
@@ -118,6 +123,9 @@ def published_parts(pieces: Sequence[Piece], granted: int) -> list[StagedPart]:
     """The parts of ``pieces`` inside the granted layers (bitmap), as contiguous runs."""
     parts: list[StagedPart] = []
     for piece in pieces:
+        if not _lacks(piece.layers, granted) and piece.is_lent:  # the usual case from memory
+            parts.append(StagedPart(piece.chunk, piece.layers, piece.view, piece.heads))
+            continue
         stride = piece.stride
         for run in _runs(piece.layers, granted):
             first = (run.start - piece.layers.start) * stride
@@ -126,8 +134,13 @@ def published_parts(pieces: Sequence[Piece], granted: int) -> list[StagedPart]:
     return parts
 
 
+def _lacks(layers: Span, granted: int) -> int:
+    """Which of ``layers``, from bit 0 on, are not granted."""
+    return ~(granted >> layers.start) & ((1 << (layers.stop - layers.start)) - 1)
+
+
 def _runs(layers: Span, granted: int) -> list[Span]:
-    if not ~(granted >> layers.start) & ((1 << len(layers)) - 1):
+    if not _lacks(layers, granted):
         return [layers]  # the usual case
     runs: list[Span] = []
     for layer in layers:

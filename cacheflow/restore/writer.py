@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cacheflow.restore.writes import Save
     from cacheflow.tiers.ranks import Rank
     from cacheflow.tiers.staged import Copy, StagedCopies
-    from cacheflow.types import ChunkKey, Observer, Shard
+    from cacheflow.types import Observer, Shard
 
 __all__ = ["Dropped", "Shared", "TierWriter"]
 
@@ -96,7 +96,7 @@ class TierWriter:
         keys, turns = [save.keys[index] for index in indices], self._shared.turns
         try:
             with turns.watch(self.tier, keys):
-                wanted = await self._wanted(save, indices, keys)
+                wanted = await self._wanted(save, indices)
                 saved = save.saved[self.tier]
                 saved.kept += len(keys) - len(wanted)
                 saved.pending -= len(keys) - len(wanted)
@@ -122,12 +122,10 @@ class TierWriter:
         if chunks and chunks[0].save.gone:
             self.drop(chunks[:room], Dropped.FORGOTTEN)
 
-    async def _wanted(
-        self, save: Save, indices: Sequence[int], keys: Sequence[ChunkKey]
-    ) -> list[int]:
+    async def _wanted(self, save: Save, indices: Sequence[int]) -> list[int]:
         """Chunks of which nothing as good as ours is stored."""
         async with asyncio.timeout(self._shared.deadline):
-            found = await self._backend.lookup(keys)
+            found = await self._backend.survey(save.keys, indices)
         shard, stamp = self._shared.shard, save.stamp
 
         def better() -> list[int]:

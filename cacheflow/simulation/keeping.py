@@ -102,14 +102,16 @@ class BlockStore:
         return [block in self._blocks for block in blocks]
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Store or refresh the blocks of one request, in the order of its prefix."""
+        """Store what is missing of the blocks of one request, in the order of its prefix. The use
+        of the others was counted when they were looked up."""
         blocks = tuple(blocks)
         skipped = self._keeping.skipped(len(blocks))
         chance, worth = self._keeping.chance(len(blocks)), self._keeping.worth
         for index in self._in_order(len(blocks)):
             block = blocks[index]
             if block in self._blocks:
-                self._order.touch(block, chance[index], worth(index))
+                if self._keeping.eviction == "lru":  # so that heads stay the most recent
+                    self._order.touch(block)
             elif index >= skipped:
                 self._make_room()
                 self._blocks.add(block)

@@ -27,6 +27,12 @@ class Take:
     layers: Span
     heads: Span
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all heads of its object."""
+        heads = self.info.key.heads
+        return self.heads is heads or self.heads == heads
+
 
 def cover(infos: Sequence[ChunkInfo], layers: Span, heads: Span) -> list[Take]:
     """The parts of ``infos`` that make up ``layers`` x ``heads``, in the order of layers.
@@ -36,8 +42,8 @@ def cover(infos: Sequence[ChunkInfo], layers: Span, heads: Span) -> list[Take]:
     Raises:
         LookupError: some layer is not there with all heads.
     """
-    if infos and infos[0].key.layers.covers(layers) and infos[0].key.heads == heads:
-        return [Take(infos[0], layers, heads)]  # the usual case
+    if infos and (key := infos[0].key).layers.covers(layers) and key.heads == heads:
+        return [Take(infos[0], layers, key.heads)]  # the usual case
     takes: list[Take] = []
     layer = layers.start
     while layer < layers.stop:

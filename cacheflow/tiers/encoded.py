@@ -109,6 +109,11 @@ class Encoded(StorageBackend):
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         return await self.inner.lookup(keys)
 
+    async def survey(
+        self, keys: Sequence[ChunkKey], wanted: Sequence[int]
+    ) -> list[Sequence[ChunkInfo]]:
+        return await self.inner.survey(keys, wanted)
+
     def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         return self.inner.load(reads)
 

@@ -115,6 +115,28 @@ class Tier(StorageBackend):
 
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         """Leases what it finds for a while: eviction passes it over, as long as leases last."""
+        return await self._list(keys, lambda: self._stock.value.evidence(len(keys)), self._use)
+
+    async def survey(
+        self, keys: Sequence[ChunkKey], wanted: Sequence[int]
+    ) -> list[Sequence[ChunkInfo]]:
+        """Leases nothing. What a lookup has leased was used by it, moments ago; anything else is of
+        a conversation that went on without being looked up, and that counts as its use."""
+
+        def evidence() -> Sequence[float]:
+            chances = self._stock.value.evidence(len(keys))
+            return [chances[index] for index in wanted]
+
+        return await self._list([keys[index] for index in wanted], evidence, self._refresh)
+
+    async def _list(
+        self,
+        keys: Sequence[ChunkKey],
+        evidence: Callable[[], Sequence[float]],
+        use: Callable[[Entry, float, float], None],
+    ) -> list[Sequence[ChunkInfo]]:
+        """What there is of ``keys``; ``use`` is called with what is found, the time, and how likely
+        it would be loaded."""
         self._check()
         asked = [key for key in keys if self._may_be_there(key)]
         with self._stock.changes.look() as look:
@@ -122,20 +144,21 @@ class Tier(StorageBackend):
             if len(found) != len(asked):
                 reason = f"{len(found)} answers to {len(asked)} keys"
                 raise BackendError(reason, operation="lookup", context=self.settings.name)
-            now, evidence = self._clock.now(), self._stock.value.evidence(len(keys))
+            now, chances = self._clock.now(), evidence()
             self.catalogue.tick(now)
             answers = dict(zip(asked, found, strict=True))
             listed: list[Sequence[ChunkInfo]] = []
-            for at, (key, weight) in enumerate(zip(keys, evidence, strict=True), 1):
+            for at, (key, chance) in enumerate(zip(keys, chances, strict=True), 1):
                 if not at % _IN_ONE_GO:
                     await asyncio.sleep(0)
                 answer = answers.get(key, ())
                 if not answer:
-                    self._stock.missed(key, weight)
+                    self._stock.missed(key, chance)
                 self._suspect(key, answer)
                 infos = [info for info in answer if self._is_current(info, now)]
                 for info in infos:
-                    self._use(self._stock.listed(info, look), now, weight)
+                    if (entry := self._stock.listed(info, look)) is not None:
+                        use(entry, now, chance)
                 listed.append(infos)
         return listed
 
@@ -164,20 +187,27 @@ class Tier(StorageBackend):
     def borrow(self, extents: Sequence[Extent]) -> Loan | None:
         """What is lent is not evicted. Nothing is moved, so the budget for loads is not asked."""
         self._check()
-        with ExitStack() as held, self._stock.changes.look() as look:
-            loan = self.inner.borrow(extents)
-            if loan is None:
-                return None
-            held.enter_context(loan)
-            entries: list[Entry] = []
-            held.callback(self._end_reads, entries)
+        loan = self.inner.borrow(extents)
+        if loan is None:
+            return None
+        entries: list[Entry] = []
+
+        def give_back() -> None:
+            self._end_reads(entries)
+            loan.release()
+
+        try:
             for part in loan.parts:
                 if part.status is TransferStatus.MISSING:
-                    self._missed(part.extent.key, look)
+                    with self._stock.changes.look() as look:  # nothing was awaited
+                        self._missed(part.extent.key, look)
                 elif (entry := self.catalogue.find(part.extent.key)) is not None:
                     self.catalogue.holds.begin_read(entry)
                     entries.append(entry)
-            return Loan(loan.parts, held.pop_all().close)
+        except BaseException:
+            give_back()
+            raise
+        return Loan(loan.parts, give_back)
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         """Evicts what has to go first. What there is no room for is FULL, at once."""
@@ -277,11 +307,15 @@ class Tier(StorageBackend):
         entry = self.catalogue.find(info.key)
         return entry is None or not self.catalogue.is_expired(entry, now)
 
-    def _use(self, entry: Entry | None, now: float, weight: float) -> None:
-        if entry is not None:
+    def _use(self, entry: Entry, now: float, chance: float) -> None:
+        entry.worth = self._stock.worth(entry)
+        self.catalogue.touch(entry, now, chance)
+        self.catalogue.holds.lease(entry, now + self.settings.lease_seconds)
+
+    def _refresh(self, entry: Entry, now: float, chance: float) -> None:
+        if entry not in self.catalogue.holds:
             entry.worth = self._stock.worth(entry)
-            self.catalogue.touch(entry, now, weight)
-            self.catalogue.holds.lease(entry, now + self.settings.lease_seconds)
+            self.catalogue.touch(entry, now, chance)
 
     def _suspect(self, key: ChunkKey, infos: Sequence[ChunkInfo]) -> None:
         """The backend did not list what the index has: others deleted it, or it is damaged, or set

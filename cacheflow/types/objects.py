@@ -137,9 +137,13 @@ class ChunkInfo:
     def layer_range(self, layers: Span) -> tuple[int, int]:
         """``(offset, length)`` in bytes of a range of absolute layers: one contiguous read of the
         bytes as stored."""
-        if not self.key.layers.covers(layers):
-            raise ValueError(f"layers {layers} are not all in {self.key.layers}")
-        first, stop = (edge - self.key.layers.start for edge in (layers.start, layers.stop))
+        key = self.key
+        if not key.layers.covers(layers):
+            raise ValueError(f"layers {layers} are not all in {key.layers}")
+        first, stop = layers.start - key.layers.start, layers.stop - key.layers.start
+        if self.codec is Codec.RAW:  # the usual case: asked on the event loop, for every chunk
+            stride = self.layout.layer_stride(key.heads.stop - key.heads.start)
+            return self.payload_offset + first * stride, (stop - first) * stride
         return self.payload_offset + self._stored(0, first), self._stored(first, stop)
 
     def head_ranges(self, layer: int, heads: Span) -> list[tuple[int, int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -21,17 +21,19 @@ __all__ = ["Copies", "as_torch_wants", "copies_in", "copies_out", "joined"]
 
 def copies_in(layout: KVLayout, request: OpenRequest, parts: Sequence[StagedPart]) -> Copies:
     """Staging -> pages, to be made on the current stream."""
+    shapes = _Shapes(layout)
     return Copies(
-        [_cells(layout, request, part) for part in parts],
-        [_payload(layout, part) for part in parts],
+        [_cells(shapes, request, part) for part in parts],
+        [_payload(shapes, part) for part in parts],
     )
 
 
 def copies_out(layout: KVLayout, request: OpenRequest, parts: Sequence[StagedPart]) -> Copies:
     """Pages -> staging, to be made on the current stream; padding is zeroed."""
+    shapes = _Shapes(layout)
     return Copies(
-        [_payload(layout, part) for part in parts],
-        [_cells(layout, request, part) for part in parts],
+        [_payload(shapes, part) for part in parts],
+        [_cells(shapes, request, part) for part in parts],
         [padding for part in parts if (padding := _padding(layout, part)) is not None],
     )
 
@@ -78,21 +80,47 @@ def _padding(layout: KVLayout, part: StagedPart) -> torch.Tensor | None:
     return blocks[:, used:]
 
 
-def _payload(layout: KVLayout, part: StagedPart) -> torch.Tensor:
-    """The bytes as ``[layers, 2, heads, C, D]``, skipping the padding behind each layer."""
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    heads = len(_heads(layout, part))
-    shape = (len(part.layers), 2, heads, layout.chunk_tokens, layout.head_dim)
-    row = layout.head_dim
-    head = layout.chunk_tokens * row
-    strides = (
-        layout.layer_stride(heads) // layout.itemsize,
-        heads * head,
-        head,
-        row,
-        1,
-    )
-    return torch.frombuffer(as_torch_wants(part.view), dtype=dtype).as_strided(shape, strides)
+_Shape: TypeAlias = "tuple[int, int, int, int, int]"
+
+
+class _Shapes:
+    """Shape ``[layers, 2, heads, C, D]`` of parts and their strides in a payload: the parts of a
+    load have few, and each is made on the event loop."""
+
+    __slots__ = ("_known", "_strides", "chunk_tokens", "dtype", "heads", "layout")
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.chunk_tokens = layout.chunk_tokens
+        self.heads = layout.num_kv_heads
+        self._known: dict[tuple[int, int], _Shape] = {}
+        self._strides: dict[int, _Shape] = {}
+
+    def of(self, part: StagedPart) -> _Shape:
+        """The shape of ``part``."""
+        heads = self.heads if part.heads is None else len(part.heads)
+        size = len(part.layers), heads
+        shape = self._known.get(size)
+        if shape is None:
+            shape = self._known[size] = (size[0], 2, heads, self.chunk_tokens, self.layout.head_dim)
+        return shape
+
+    def strides(self, heads: int) -> _Shape:
+        """In elements, skipping the padding behind each layer."""
+        strides = self._strides.get(heads)
+        if strides is None:
+            layout, row = self.layout, self.layout.head_dim
+            layer, head = layout.layer_stride(heads) // layout.itemsize, layout.chunk_tokens * row
+            strides = self._strides[heads] = (layer, heads * head, head, row, 1)
+        return strides
+
+
+def _payload(shapes: _Shapes, part: StagedPart) -> torch.Tensor:
+    """The bytes of a part, as they lie in its payload."""
+    shape = shapes.of(part)
+    whole = torch.frombuffer(as_torch_wants(part.view), dtype=shapes.dtype)
+    return whole.as_strided(shape, shapes.strides(shape[2]))
 
 
 def as_torch_wants(view: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]:
@@ -100,19 +128,22 @@ def as_torch_wants(view: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]
     reads there."""
     if not view.readonly:
         return view
-    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    address = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
     return (ctypes.c_char * len(view)).from_address(address)
 
 
-def _cells(layout: KVLayout, request: OpenRequest, part: StagedPart) -> torch.Tensor:
-    """The chunk's place in its page, ``[layers, 2, heads, C, D]``."""
-    start = part.chunk * layout.chunk_tokens
+def _cells(shapes: _Shapes, request: OpenRequest, part: StagedPart) -> torch.Tensor:
+    """The chunk's place in its page."""
+    start = part.chunk * shapes.chunk_tokens
     page = request.page_at(start)
-    first = start - page.start
-    heads = _heads(layout, part)
-    layers = slice(part.layers.start, part.layers.stop)
-    some = slice(heads.start, heads.stop)
-    return page.data[layers, :, some, first : first + layout.chunk_tokens]
+    data, first, shape = page.data, start - page.start, shapes.of(part)
+    head = 0 if part.heads is None else part.heads.start
+    layers, _, heads, width, _ = data.shape
+    if part.layers.stop > layers or head + shape[2] > heads or first + shape[3] > width:
+        raise ValueError(f"chunk {part.chunk}, {part.layers}, {part.heads} is not in its page")
+    strides = data.stride()  # one call to torch, where slicing makes five
+    at = part.layers.start * strides[0] + head * strides[2] + first * strides[3]
+    return data.as_strided(shape, strides, data.storage_offset() + at)
 
 
 def _heads(layout: KVLayout, part: StagedPart) -> Span:

@@ -425,9 +425,17 @@ class TransformersEngine:
 
     async def _ended(self, running: asyncio.Future[T], requests: Sequence[OpenRequest]) -> T:
         """Wait for work on a lane that touches the pages of ``requests``."""
+        waiter: asyncio.Future[None] = running.get_loop().create_future()
         for request in requests:
             request.busy.add(running)
-            running.add_done_callback(request.busy.discard)
+
+        def ended(_: object) -> None:
+            for request in requests:
+                request.busy.discard(running)
+            if not waiter.done():
+                waiter.set_result(None)
+
+        running.add_done_callback(ended)
         # Waited for, not awaited: cancelling the caller leaves the future to the lane.
-        await asyncio.wait([running])
+        await waiter
         return running.result()

@@ -53,6 +53,8 @@ class SaveBook:
         """Save -> block id, until the block is copied."""
         self._under_way: dict[int, bytes] = {}
         """Save -> key, until the save has ended."""
+        self._being_stored: set[bytes] = set()
+        """Those keys."""
         self._numbers = count(1)
 
     def plan(
@@ -69,10 +71,9 @@ class SaveBook:
         ``ids``) that are not stored; also the number of the first one there was no room for."""
         orders: list[SaveOrder] = []
         room = max(int(pins.size * self._share), 1) - len(self._pinned)
-        under_way = set(self._under_way.values())
         number = first
         for key, block_id in zip(keys, ids, strict=True):
-            if key.digest not in self._stored and key.digest not in under_way:
+            if key.digest not in self._stored and key.digest not in self._being_stored:
                 if room <= len(orders):
                     break
                 save, start = next(self._numbers), number * self._block
@@ -81,6 +82,7 @@ class SaveBook:
         pins.pin(order.block_id for order in orders)
         self._pinned.update((order.save, order.block_id) for order in orders)
         self._under_way.update((order.save, order.key) for order in orders)
+        self._being_stored.update(order.key for order in orders)
         return number, orders
 
     def copied(self, saves: Iterable[int], pins: Pins) -> None:
@@ -91,6 +93,7 @@ class SaveBook:
         """Saves whose blocks were copied have ended."""
         for outcome in outcomes:
             key = self._under_way.pop(outcome.save)
+            self._being_stored.discard(key)
             if outcome.stored:
                 self.remember([key])
 
@@ -98,6 +101,7 @@ class SaveBook:
         """Nothing will be copied any more."""
         self.copied(list(self._pinned), pins)
         self._under_way.clear()
+        self._being_stored.clear()
 
     def remember(self, keys: Iterable[bytes]) -> None:
         """These are stored."""

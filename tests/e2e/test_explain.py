@@ -112,6 +112,7 @@ def test_what_was_evicted_is_told_from_what_was_never_written(
     """By what the process that served has kept of what left its tier, which has room for three of
     the four chunks of a prompt, and then for one of another's."""
     monkeypatch.setenv("CACHEFLOW_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CACHEFLOW_KEEP_DEPARTURES", "1")
     folder = tmp_path / "kv"
 
     async def serve() -> None:

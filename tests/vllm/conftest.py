@@ -92,5 +92,6 @@ def _steered_back(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 os.environ.setdefault("CACHEFLOW_KEEP_COSTS", "0")
+os.environ.setdefault("CACHEFLOW_KEEP_DEPARTURES", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -42,8 +42,8 @@ late, faster keeps nothing long enough (benchmarks/bench_placement.py)."""
 _NEW: Final = log(2.0)
 """Coming in counts as two uses: what is new is the end of a conversation, and whoever comes back
 for older parts of it wants the end too, which has no uses yet."""
-_CALM: Final = 0.05
-_TIGHT: Final = 0.10
+_CALM: Final = 0.10
+_TIGHT: Final = 0.18
 """Share of the used bytes that had been evicted below which worth does not count any more, and from
 which on it does."""
 _PRIOR: Final = 0.002

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,11 @@ from tests.unit.restore.saving import (
     turns_of_the_loop,
     until,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cacheflow.types import ChunkInfo, ChunkKey
 
 
 @pytest.mark.both_loops
@@ -160,6 +166,33 @@ async def test_what_the_policy_leaves_out_is_neither_asked_for_nor_stored() -> N
         again = r.saver.promote("r", keys, {"fast": (3, 4)})
         assert await r.saver.flush(20)
         assert again == {"fast": Saved(stored=1, kept=1)}
+
+
+async def test_a_tier_is_told_where_in_the_prompt_lies_what_it_is_asked_about() -> None:
+    """Of a prompt whose head is left out, and of single chunks that are promoted: the keys of the
+    whole prompt, and which of them are meant."""
+    tier = Surveyed()
+    async with rig({"tier": tier}, policy=Skip(3)) as r:
+        keys = await r.open("r")
+        r.saver.save("r", keys)
+        assert await r.saver.flush(20)
+        r.saver.promote("r", keys, {"tier": (1, 4, 6)})
+        assert await r.saver.flush(20)
+        assert tier.asked == [(keys, [3, 4, 5, 6, 7]), (keys, [4, 6])]
+
+
+class Surveyed(MemoryBackend):
+    """Remembers what it was asked by who stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[Sequence[ChunkKey], list[int]]] = []
+
+    async def survey(
+        self, keys: Sequence[ChunkKey], wanted: Sequence[int]
+    ) -> list[Sequence[ChunkInfo]]:
+        self.asked.append((keys, list(wanted)))
+        return await super().survey(keys, wanted)
 
 
 @pytest.mark.parametrize("room", [2, 16])

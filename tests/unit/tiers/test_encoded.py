@@ -197,3 +197,21 @@ def test_opening_a_tier_imports_what_coding_needs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["torch", "zstandard"], done.stderr
+
+
+async def test_questions_of_who_stores_reach_what_is_behind() -> None:
+    """With the whole prompt's keys: a tier that evicts has to know where chunks lie in it."""
+    asked: list[tuple[Sequence[ChunkKey], Sequence[int]]] = []
+
+    class Behind(MemoryBackend):
+        async def survey(
+            self, keys: Sequence[ChunkKey], wanted: Sequence[int]
+        ) -> list[Sequence[ChunkInfo]]:
+            asked.append((keys, wanted))
+            return await super().survey(keys, wanted)
+
+    keys = [ChunkKey(bytes([number]) * 32) for number in range(4)]
+    tier = Encoded(Behind(), Codec.ZSTD, Stamp())
+    assert await tier.survey(keys, [2, 3]) == [[], []]
+    assert asked == [(keys, [2, 3])]
+    await tier.aclose()

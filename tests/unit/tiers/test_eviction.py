@@ -62,21 +62,22 @@ def test_nothing_is_lost_or_made_up(
 @pytest.mark.no_cover  # the tracer would be what is timed
 @pytest.mark.parametrize("name", NAMES)
 def test_time_an_operation_does_not_grow_with_the_store(name: EvictionName) -> None:
-    """At 200,000 entries an insert, a touch and an eviction take about as long as at 2,000."""
+    """At 200,000 entries an insert, a touch and an eviction take about as long as at 2,000, by the
+    time of this thread: the machine may be busy. What grows with the store takes 100 times."""
 
     def seconds(entries: int) -> float:
         policy = load_eviction(name, int)
         for key in range(entries):
             policy.insert(key, 10, worth=1.0 + key % 97)
-        start = time.perf_counter()
+        start = time.thread_time()
         for step in range(4000):
             policy.touch(step * 7919 % entries)
             policy.insert(entries + step, 10, worth=1.0 + step % 97)
             assert len(policy.victims(10, nobody)) == 1
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
-    small = min(seconds(2000) for _ in range(3))
-    assert seconds(200_000) < 10 * small + 0.1
+    small, large = (min(seconds(entries) for _ in range(3)) for entries in (2000, 200_000))
+    assert large < 20 * small
 
 
 def fill(policy: EvictionPolicy[int], *keys: int) -> None:

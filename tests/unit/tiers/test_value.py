@@ -87,3 +87,31 @@ async def test_a_tier_keeps_what_restores_load() -> None:
         await r.store(3, 4, 5)
         assert make_object(2).key in r.shelf.objects
         assert make_object(0).key not in r.shelf.objects
+
+
+async def test_what_a_save_asks_about_lies_where_it_lies_in_its_prompt() -> None:
+    """Not where it lies among the chunks that are asked about: the second of four chunks is no
+    tail because nothing behind it is to be stored, and leaves before what came in earlier."""
+    async with rig(Shelf(), objects=2, eviction="cost-aware") as r:
+        r.tier._stock.value = Tails()
+        prompt = [make_object(number).key.chunk for number in range(4)]
+        assert await r.tier.survey(prompt, [0, 1]) == [[], []]
+        for number in (8, 1, 9):
+            await r.store(number)
+        assert r.there == [8, 9]
+
+
+async def test_a_request_that_is_saved_has_used_what_it_found_once() -> None:
+    """Its lookup is the use; the save that follows counts none. A turn that went on in memory was
+    never looked up: there the save is the use, once each."""
+    async with rig(Shelf(), eviction="cost-aware", lease_seconds=10.0) as r:
+        await r.store(0, 1)
+        [entry] = r.tier.catalogue.of(make_object(1).key.chunk)
+        prompt = [make_object(number).key.chunk for number in range(2)]
+        assert await r.found(0, 1) == [0, 1]
+        assert [len(infos) for infos in await r.tier.survey(prompt, [0, 1])] == [1, 1]
+        assert entry.uses == 1
+        r.clock.advance(10.0)
+        await r.tier.survey(prompt, [1])
+        assert (entry.uses, entry.last_use) == (2, r.clock.now())
+        assert entry not in r.tier.catalogue.holds, "a save reads nothing"
