@@ -36,33 +36,37 @@ class Ending:
     suffix_layers: int
     suffix_layer: float
 
-    def end(self, start: float, loads: Mapping[int, float]) -> float:
+    def end(self, start: float, layers: Sequence[int], loads: Sequence[float]) -> float:
         """When the suffix is done if compute turns to it at ``start`` and the channel has still to
-        fetch so many seconds of each layer, lowest first (earliest deadline first)."""
+        fetch ``loads[i]`` seconds of ``layers[i]``, lowest first (earliest deadline first)."""
         end, low, sent = start, self.suffix_low, self.channel_free
-        for layer in sorted(self.landing.keys() | loads.keys()):
-            arrival = self.landing.get(layer, 0.0)
-            if layer in loads:
-                sent += loads[layer]
-                arrival = max(arrival, sent)
+        landing, each = self.landing, self.suffix_layer
+        for layer, load in zip(layers, loads, strict=True):
             if layer > low:
-                end += (layer - low) * self.suffix_layer
+                end += (layer - low) * each
                 low = layer
-            end = max(end, arrival)
-        return end + (self.suffix_layers - low) * self.suffix_layer
+            if load:
+                sent += load
+                if sent > end:
+                    end = sent
+            if layer in landing and landing[layer] > end:
+                end = landing[layer]
+        return end + (self.suffix_layers - low) * each
 
 
 def best_meeting(cells: Sequence[Cell], known: Ending) -> int:
     """How many of ``cells``, free cells in the order of compute, to recompute so that the suffix
     ends first; the fewest of equals."""
     spent = known.compute_free + sum(cell[0] for cell in cells)
-    loads: dict[int, float] = {}
-    best, found = known.end(spent, loads), len(cells)
+    layers = sorted({*known.landing, *(cell[2] for cell in cells)})
+    place = {layer: i for i, layer in enumerate(layers)}
+    loads = [0.0] * len(layers)
+    best, found = known.end(spent, layers, loads), len(cells)
     for count in range(len(cells) - 1, -1, -1):
         compute, load, layer = cells[count]
         spent -= compute
-        loads[layer] = loads.get(layer, 0.0) + load
-        end = known.end(spent, loads)
+        loads[place[layer]] += load
+        end = known.end(spent, layers, loads)
         if end <= best * (1 + 1e-9):
             best, found = min(best, end), count
     return found
