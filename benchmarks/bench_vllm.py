@@ -1,6 +1,6 @@
 """CacheFlow inside vLLM, measured: first tokens at every store speed, and what must not suffer.
 
-make bench-vllm                              # the sweep over delays, about ten minutes
+make bench-vllm                              # the sweep over delays, some ten minutes
 make bench-vllm ARGS="campaign"              # 200 random requests: tokens as in plain vLLM
 make bench-vllm ARGS="campaign --requests 50 --seed 2"  # ... a piece of it, other prompts
 make bench-vllm ARGS="decode"                # others' tokens while one request is restored
@@ -21,7 +21,7 @@ import vllm_campaign
 import vllm_decode
 import vllm_restarts
 import vllm_sweep
-from vllm_engine import arguments, smollm2
+from vllm_engine import arguments
 
 PARTS: Final = {
     "sweep": vllm_sweep,
@@ -41,7 +41,6 @@ def main() -> None:
     for part in PARTS.values():
         part.add_arguments(parser)
     options = parser.parse_args()
-    options.model = options.model or smollm2()
     results = {}
     for name in PARTS if options.part == "all" else [options.part]:
         with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,8 @@
 
 Float32 and greedy. Prompts share parts of a few long texts; they come in batches of up to eight, to
 a pool too small for them, beside requests that are aborted, over a store of every speed that fails,
-lies or takes nothing. Plain vLLM answers the same prompts first.
+lies or takes nothing. Plain vLLM answers the same prompts first (with its own prefix cache: half
+the prompts' tokens are shared).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_engine import BLOCK, Engine
+from vllm_engine import BLOCK, VOCABULARY, Engine, smollm2
 
 if TYPE_CHECKING:
     import argparse
@@ -80,18 +81,21 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "max_model_len": options.longest + BLOCK,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": LARGEST_BATCH + 4,
-        # Two and a half of the longest: a batch of eight makes vLLM preempt.
-        "num_gpu_blocks_override": blocks * 5 // 2 + 8,
     }
-    with Engine.start(folder, options.model, with_cacheflow=False, **engine_options) as plain:
+    model = options.model or smollm2()
+    with Engine.start(
+        folder, model, with_cacheflow=False, enable_prefix_caching=True, **engine_options
+    ) as plain:
         names = [plain.submit(prompt, tokens=NEW_TOKENS) for prompt in prompts]
         answers = plain.work(PATIENCE * len(prompts))
         expected = [answers[name] for name in names]
     print("plain vLLM has answered", file=progress, flush=True)
     with Engine.start(
         folder,
-        options.model,
+        model,
         **engine_options,
+        # Two and a half of the longest: a batch of eight makes vLLM preempt.
+        num_gpu_blocks_override=blocks * 5 // 2 + 8,
         tier={"capacity_bytes": 3 * GIB},
         extra={"load_deadline": 5.0, "staging_bytes": GIB},
     ) as engine:
@@ -122,7 +126,7 @@ def report(result: dict[str, Any]) -> list[str]:
 def _prompts(number: int, longest: int, chance: random.Random) -> list[list[int]]:
     """As many short ones as long ones (log-uniform), each a part of a text and an end of its own;
     some are asked twice."""
-    texts = [chance.choices(range(1000, 40000), k=longest) for _ in range(TEXTS)]
+    texts = [chance.choices(range(VOCABULARY), k=longest) for _ in range(TEXTS)]
     prompts: list[list[int]] = []
     while len(prompts) < number:
         if prompts and chance.random() < 0.2:
@@ -130,7 +134,7 @@ def _prompts(number: int, longest: int, chance: random.Random) -> list[list[int]
             continue
         length = max(int(longest ** chance.random()), 1)
         shared = length if chance.random() < 0.3 else chance.randrange(length + 1)
-        own = chance.choices(range(1000, 40000), k=length - shared)
+        own = chance.choices(range(VOCABULARY), k=length - shared)
         prompts.append([*chance.choice(texts)[:shared], *own])
     return prompts
 
@@ -153,7 +157,8 @@ def _play(
         wishes: dict[str, float | str] = {"seconds": speed, **chance.choice(FAULTS)}
         engine.steer(**wishes, batch=number)
         _batch(engine, batch, [chance.choice(prompts) for _ in range(2)], chance, tally)
-        print(f"{tally.requests} done, {tally.different} differ: {wishes}", file=progress)
+        line = f"{tally.requests} done, {tally.different} differ: {wishes}"
+        print(line, file=progress, flush=True)
     engine.steer()
     if not tally.hangs:
         tally.used_share = engine.used_share()

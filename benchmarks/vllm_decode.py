@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 import sys
 import time
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_engine import BLOCK, Engine
+from vllm_engine import BLOCK, VOCABULARY, Engine, quick_llama
 
 if TYPE_CHECKING:
     import argparse
@@ -38,26 +39,25 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Plain vLLM, then CacheFlow."""
     if options.quick:
         options.prompt, options.windows = 1024, 3
-    chance = random.Random(3)
-    prompt = chance.choices(range(1000, 40000), k=options.prompt + 40)
-    streams = [chance.choices(range(1000, 40000), k=100) for _ in range(STREAMS)]
+    model, chance = options.model or quick_llama(folder), random.Random(3)
+    prompt = chance.choices(range(VOCABULARY), k=options.prompt + 40)
+    streams = [chance.choices(range(VOCABULARY), k=100) for _ in range(STREAMS)]
     engine_options = {
-        "dtype": "bfloat16",
+        "dtype": "float32",
         "max_model_len": options.prompt + STREAM_TOKENS + 2 * BLOCK,
         "max_num_batched_tokens": CHUNK,
         "max_num_seqs": 8,
     }
     gaps: dict[str, list[float]] = {"plain": [], "computed": [], "restored": []}
     progress = sys.stderr if options.json else sys.stdout
-    with Engine.start(folder, options.model, with_cacheflow=False, **engine_options) as engine:
+    with Engine.start(folder, model, with_cacheflow=False, **engine_options) as engine:
         alone = engine.first_token(prompt, "recompute")
         for _ in range(options.windows):
             gaps["plain"] += _window(engine, streams, prompt, "recompute")
         print(f"plain vLLM: {_percentile(gaps['plain'], 99):.4f} s", file=progress, flush=True)
-    with Engine.start(folder, options.model, **engine_options) as engine:
+    with Engine.start(folder, model, **engine_options) as engine:
         engine.steer()
-        while engine.first_token(prompt, "load") and engine.last_cached < options.prompt:
-            pass
+        engine.have_stored(repeat(prompt), options.prompt)
         engine.steer(seconds=alone / (options.prompt // BLOCK))
         engine.first_token(prompt, "adaptive")
         for _ in range(options.windows):

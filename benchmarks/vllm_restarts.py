@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_engine import BLOCK, cacheflow_options
+from vllm_engine import BLOCK, cacheflow_options, smollm2
 
 if TYPE_CHECKING:
     import argparse
@@ -34,7 +34,7 @@ NEW_TOKENS: Final = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes."""
     parser.add_argument("--restarts", type=int, default=3)
-    parser.add_argument("--words", type=int, default=2000, help="of the text that is asked about")
+    parser.add_argument("--words", type=int, default=1000, help="of the text that is asked about")
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         options.restarts, options.words = 1, 600
     text = " ".join(f"Sentence {n} says that {n * 37 % 101} follows." for n in range(options.words))
     text = " ".join(text.split()[: options.words])
-    model, lives = options.model, []
+    model, lives = options.model or smollm2(), []
     for life in range(options.restarts + 1):
         with _server(model, folder / "store", folder / f"server-{life}.log") as port:
             lives.append(_ask(port, model, text))

@@ -10,10 +10,9 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-import time
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_engine import BLOCK, Engine
+from vllm_engine import BLOCK, VOCABULARY, Engine, quick_llama
 
 if TYPE_CHECKING:
     import argparse
@@ -33,7 +32,7 @@ GOAL: Final = 0.70
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes."""
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=4096, help="of the stored prefix")
     parser.add_argument("--suffix", type=int, default=64, help="tokens behind it")
     parser.add_argument("--no-overlap", action="store_true", help="setting overlap=false")
@@ -48,8 +47,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         options.tokens, options.pairs, options.delays = 1024, 3, [0.0]
     blocks = options.tokens // BLOCK
     chance = random.Random(1)
-    prefix = chance.choices(range(1000, 40000), k=blocks * BLOCK)
-    prompts = iter(lambda: prefix + chance.choices(range(1000, 40000), k=options.suffix), [])
+    prefix = chance.choices(range(VOCABULARY), k=blocks * BLOCK)
+    prompts = iter(lambda: prefix + chance.choices(range(VOCABULARY), k=options.suffix), [])
     longest = len(prefix) + options.suffix + BLOCK
     engine_options = {
         "dtype": options.dtype,
@@ -58,7 +57,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "max_num_seqs": 4,
     }
     extra = {"overlap": not options.no_overlap}
-    with Engine.start(folder, options.model, extra=extra, **engine_options) as engine:
+    model = options.model or quick_llama(folder)
+    with Engine.start(folder, model, extra=extra, **engine_options) as engine:
         alone = _fill(engine, prompts, blocks)
         balance = 1000 * alone / blocks
         progress = sys.stderr if options.json else sys.stdout
@@ -94,10 +94,7 @@ def report(result: dict[str, Any]) -> list[str]:
 def _fill(engine: Engine, prompts: Iterator[list[int]], blocks: int) -> float:
     """Store the prefix; what recompute takes, the median of a few runs."""
     engine.steer()
-    end = time.monotonic() + 600.0
-    while engine.first_token(next(prompts), "load") and engine.last_cached < blocks * BLOCK:
-        if time.monotonic() > end:
-            raise SystemExit("the prefix is not stored after ten minutes")
+    engine.have_stored(prompts, blocks * BLOCK)
     return statistics.median(engine.first_token(next(prompts), "recompute") for _ in range(3))
 
 

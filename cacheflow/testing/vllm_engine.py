@@ -10,7 +10,7 @@ import os
 import time
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from cacheflow.testing import steered
 
@@ -18,7 +18,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["VllmEngine", "cacheflow_options", "greedy"]
+__all__ = ["VOCABULARY", "VllmEngine", "cacheflow_options", "greedy", "random_llama"]
+
+VOCABULARY: Final = 2048
+"""Tokens of :func:`random_llama`."""
+
+
+def random_llama(folder: Path, layers: int = 4) -> Path:
+    """A small Llama in float32 whose greedy tokens differ from prompt to prompt; its folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=16384,
+    )
+    llama = LlamaForCausalLM(config).float()
+    for weight in llama.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.05)
+    llama.save_pretrained(folder / "llama")
+    return folder / "llama"
 
 
 def cacheflow_options(tiers: Sequence[Mapping[str, Any]], **extra: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ shift $(($# > 2 ? 2 : $#))
 
 export CACHEFLOW_TIERS="[{\"name\": \"disk\", \"backend\": \"nvme\", \"options\": {\"path\": \"$folder\"}}]"
 exec "${PYTHON:-python}" -m vllm.entrypoints.openai.api_server --model "$model" \
+    --enable-prompt-tokens-details \
     --scheduler-cls cacheflow.plugins.vllm.scheduler.CacheFlowScheduler \
     --kv-transfer-config '{
         "kv_connector": "CacheFlowConnector",

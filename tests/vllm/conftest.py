@@ -34,26 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(folder: Path) -> Path:
     """A Llama of four layers whose greedy tokens differ from prompt to prompt."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from cacheflow.testing.vllm_engine import random_llama
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=2048,
-        max_position_embeddings=16384,
-    )
-    llama = LlamaForCausalLM(config).float()
-    for weight in llama.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.05)
-    llama.save_pretrained(folder / "llama")
-    return folder / "llama"
+    return random_llama(folder)
 
 
 @pytest.fixture(scope="session")
