@@ -56,14 +56,14 @@ class Life:
     """How each turn is answered, one after the other in changing order."""
     tokens: list[int]
     """The context when this life begins, the last answer at its end."""
+    chunk: int
+    """Tokens of the stored unit."""
     bandwidth: float | None = None
     """Of the link in front of the store, bytes a second. None: the disk itself."""
     forget: bool = True
     """After each answer, as a server does that needs the memory while the tool runs."""
     answers: tuple[tuple[int, ...], ...] = ()
     """By turn: where given, no way makes the conversation go on, but these do."""
-    chunk: int = 256
-    """Tokens of the stored unit."""
     restores: tuple[float, ...] = ()
     """By turn: where more than 0, pauses are measured by this restore's seconds."""
     branches: int = 0

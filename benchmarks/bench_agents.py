@@ -35,6 +35,7 @@ TURNS: Final = 20
 QUICK_TURNS: Final = 6
 RESTARTS: Final = 2
 BRANCHES: Final = 8
+CHUNK: Final = 256
 CHILD: Final = Path(__file__).with_name("agent_child.py")
 
 
@@ -102,6 +103,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             ways=(LIVE,),
             tokens=[],
             forget=False,
+            chunk=options.chunk,
             calibrate=options.turns // 2,
         )
         never = await lived(life, tell)
@@ -143,6 +145,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, help=f"{TURNS}, or {QUICK_TURNS} if --quick")
     parser.add_argument("--restarts", type=int, default=RESTARTS)
     parser.add_argument("--paused", type=int, help="turns that pauses are measured at")
+    words = "tokens of a chunk: with its answer and the tool's result a turn adds one"
+    parser.add_argument("--chunk", type=int, default=CHUNK, help=f"{words} (default: {CHUNK})")
     options = parser.parse_args()
     options.turns = options.turns or (QUICK_TURNS if options.quick else TURNS)
     options.paused = options.paused or (1 if options.quick else 4)
