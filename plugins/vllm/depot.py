@@ -114,7 +114,6 @@ class Depot:
             copied=_taken(saver.copied),
             saves=_taken(saver.outcomes),
             missed=_taken(loader.missed),
-            busy=saver.busy and not lost,
             by_layer=self.overlaps.take_news(),
             lost=lost,
         )

@@ -130,8 +130,6 @@ class Report:
     saves: list[SaveOutcome] = field(default_factory=list)
     missed: list[bytes] = field(default_factory=list)
     """Keys of blocks that were listed and could not be had."""
-    busy: bool = False
-    """Something is still going on that will be reported later."""
     by_layer: bool | None = None
     """Whether forward passes ask for each layer before they read it; None: nothing new."""
     lost: bool = False

@@ -59,11 +59,6 @@ class Saver:
         self._orders: asyncio.Queue[SaveOrder] = asyncio.Queue()
         self._stores: set[asyncio.Task[None]] = set()
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is still to be taken or stored."""
-        return bool(self._stores) or not self._orders.empty()
-
     def put(self, order: SaveOrder) -> None:
         """Queue an order; its outcome says when the block is free."""
         self._orders.put_nowait(order)

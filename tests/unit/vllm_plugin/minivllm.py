@@ -140,7 +140,6 @@ class MiniVllm:
     running: list[MiniRequest] = field(default_factory=list)
     done: list[MiniRequest] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    busy: bool = False
     broken: int = 0
     """Requests taken back because of what they had read."""
 
@@ -201,7 +200,7 @@ class MiniVllm:
     def settle(self, seconds: float = 20.0) -> None:
         """Until everything that was saved is stored."""
         end = time.monotonic() + seconds
-        while self.busy:
+        while self.desk.book._under_way:  # until the scheduler has heard how they ended
             assert time.monotonic() < end, "stores hang"
             self.step()
 
@@ -249,7 +248,6 @@ class MiniVllm:
             assert not part.wrong, f"{request.request_id} read layers {part.wrong} too early"
             if part.stop == request.num_tokens:
                 self.finish(request)
-        self.busy = report.busy
         self.desk.heard(report)
 
     def finish(self, request: MiniRequest) -> None:
