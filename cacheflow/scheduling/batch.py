@@ -69,7 +69,7 @@ class BatchScheduler(Packing):
             else:
                 frontier.fill(tiles)
             frontier.held = True
-            self._changed(frontier, now)
+            self._changed(frontier, now, own=not frontier.owns_shared)
             self._let_in(now)
             self.held_back += frontier.held
 
@@ -95,7 +95,7 @@ class BatchScheduler(Packing):
                     frontier.plan(*self._backlog(frontier))
                 now = self._clock.now()
                 self._lead_if_more_urgent(frontier, now)
-                self._changed(frontier, now)
+                self._changed(frontier, now, own=not frontier.owns_shared)
 
     def raise_priority(self, request_id: str, priority: int) -> None:
         """Somebody waits for a request that was admitted at a lower priority."""
@@ -128,9 +128,10 @@ class BatchScheduler(Packing):
         frontier = self._requests.get(request_id)
         if frontier is not None:
             with self._gate:
+                own = not frontier.owns_shared
                 frontier.cancelled = True
                 self._forget(frontier)
-                self._changed(frontier, self._clock.now())
+                self._changed(frontier, self._clock.now(), own=own)
 
     def remove(self, request_id: str) -> None:
         """Forget a request whose work has all ended."""
@@ -254,9 +255,10 @@ class BatchScheduler(Packing):
             self._outlook.claimed(None, now)
             frontier = self._requests.get(done.work.request_id)
             if frontier is not None:
+                own = frontier.is_own(None if done.work.is_suffix else frontier.index(done.work))
                 frontier.returned(done.work, done.next_layer)
                 frontier.computing = False
-                self._changed(frontier, now)
+                self._changed(frontier, now, own=own)
             self._rank_again(now)
 
     def aborted(self, work: TileWork) -> None:
@@ -355,8 +357,9 @@ class BatchScheduler(Packing):
             self._outlook.ended(load, now, delivered=True)
             frontier = self._requests.get(load.request_id)
             if frontier is not None:
+                own = frontier.is_own(load.tile)
                 frontier.landed(load, layers)
-                self._changed(frontier, now)
+                self._changed(frontier, now, own=own)
             self._rank_again(now)
 
     def failed(self, load: Load, now: float, *, chunks: Sequence[int], late: bool = False) -> None:

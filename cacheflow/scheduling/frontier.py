@@ -90,7 +90,7 @@ class Frontier(Racing):
             order = [
                 (state.low, t)
                 for t, state in enumerate(self.tiles)
-                if not (state.complete or self._behind(t, state.low))
+                if not (t < self.led or state.complete or self._behind(t, state.low))
             ]
             yield from (t for _, t in sorted(order))
             return

@@ -250,6 +250,8 @@ class Ledger:
 
     def drop_channel(self, channel: str) -> None:
         """Stop counting on a channel: it is late or broken."""
+        if (known := self._coverage.get(channel)) is not None:
+            self._coverage[channel] = replace(known, layers=())
         for t in range(self.led, len(self.tiles)):
             self.tiles[t].forget(channel)
             self._refresh(t)
@@ -326,6 +328,16 @@ class Ledger:
     def lost(self, load: Load, chunks: Sequence[int]) -> None:
         """Not delivered: other sources or recompute take over."""
         self._loads[load.channel] -= 1
+        self._forget(load, chunks)
         self._flights.pop(load.id, None)
         self.tiles[load.tile].lost(load, chunks)
         self._refresh(load.tile)
+
+    def _forget(self, load: Load, chunks: Sequence[int]) -> None:
+        """What failed is not stored for this request any more, whoever restores the tile next."""
+        known, mask = self._coverage[load.channel], ~bits(load.layers)
+        layers = list(known.layers)
+        for chunk in chunks:
+            if chunk < len(layers):
+                layers[chunk] &= mask
+        self._coverage[load.channel] = replace(known, layers=tuple(layers))

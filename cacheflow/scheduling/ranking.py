@@ -98,7 +98,7 @@ class Ranking:
     def _rank(self, frontier: Frontier, resource: str, now: float) -> Rank:
         """As urgent as the most urgent of those that wait for its cells, and right before it."""
         rank = self._own_rank(frontier, resource, now)
-        for member in frontier.family if len(frontier.family) > 1 else ():
+        for member in frontier.family if frontier.is_leant_on else ():
             if not member.cancelled and member.leans_on(frontier):
                 priority, key, number = self._own_rank(member, resource, now)
                 # Owners of earlier tiles first, where several inherit from one.
@@ -112,7 +112,7 @@ class Ranking:
 
     def _lead_if_more_urgent(self, frontier: Frontier, now: float) -> None:
         """The more urgent of two restores what they share, from both of its own ends."""
-        if not frontier.led or frontier.held:
+        if not frontier.led or frontier.held or frontier.cancelled:
             return
         rank = self._own_rank(frontier, COMPUTE, now)
         while (leader := frontier.leader) is not None:
@@ -122,6 +122,8 @@ class Ranking:
 
     def _hand_over(self, frontier: Frontier, now: float) -> None:
         """Others restore what they shared with a request that goes."""
+        if not frontier.owns_shared:
+            return
         waiting = [m for m in frontier.family if not m.cancelled and m.leader is frontier]
         if waiting:
             # Only who shares most with it can go on from there; the others lean on that one then.
@@ -133,10 +135,15 @@ class Ranking:
             for member in waiting:
                 self._lead_if_more_urgent(member, now)
 
-    def _changed(self, frontier: Frontier, now: float) -> None:
+    def _changed(self, frontier: Frontier, now: float, *, own: bool = False) -> None:
         """Something of the request ended or became known: every resource may want it again, and
-        those that wait for its cells."""
-        for member in frontier.family:
+        those that wait for its cells. ``own``: it is nothing to those, only to whom it waits for
+        itself, who are as urgent as it is."""
+        changed = frontier.family
+        if own:
+            restoring = frontier.family if frontier.leans else ()
+            changed = [frontier, *(m for m in restoring if frontier.leans_on(m))]
+        for member in changed:
             if not member.cancelled:
                 self._put_back(member, now)
 
@@ -167,7 +174,8 @@ class Ranking:
             return
         self._speeds = speeds
         for frontier in self._requests.values():
-            self._changed(frontier, now)
+            if not frontier.cancelled:
+                self._put_back(frontier, now)
 
     def _backlog(self, frontier: Frontier) -> tuple[float, float]:
         """Seconds of compute and of loads planned for all requests but ``frontier``."""
@@ -208,7 +216,7 @@ class Ranking:
         tokens = self._inside[frontier.spec.id] = self._own_tokens(frontier)
         self._tokens_inside += tokens
         self._lead_if_more_urgent(frontier, now)
-        self._changed(frontier, now)
+        self._changed(frontier, now, own=not frontier.owns_shared)
 
     def _own_tokens(self, frontier: Frontier) -> int:
         """Tokens of its prompt whose KV no other request holds."""

@@ -32,6 +32,7 @@ class Sharing(Ledger):
         for t in range(tiles):
             self._count(t, NOTHING)
             self.tiles[t] = leader.tiles[t]
+            self.tiles[t].sharers += 1
         self.led = tiles
         self.family = leader.family
         self.family.append(cast("Frontier", self))
@@ -67,6 +68,27 @@ class Sharing(Ledger):
         first = (wanted & -wanted).bit_length() - 1
         return first < len(owner.tiles) and self.tiles[first] is owner.tiles[first]
 
+    @property
+    def is_leant_on(self) -> bool:
+        """Whether others may lean on this one; found without asking each of them."""
+        owned = self._open >> self.led << self.led
+        first = (owned & -owned).bit_length() - 1
+        return bool(owned) and self.tiles[first].sharers > 1
+
+    @property
+    def owns_shared(self) -> bool:
+        """Whether others have any of the tiles that are restored, or were, here."""
+        return self.led < len(self.tiles) and self.tiles[self.led].sharers > 1
+
+    @property
+    def leans(self) -> bool:
+        """Whether another has still to restore a tile that is wanted here."""
+        return bool(self._open & ((1 << self.led) - 1))
+
+    def is_own(self, t: int | None) -> bool:
+        """Whether nobody else has tile ``t``, or (None) the suffix."""
+        return t is None or self.tiles[t].sharers == 1
+
     def take_over(self) -> None:
         """Restore what the leader has been restoring of this request; all that it did stays."""
         leader = self.leader
@@ -89,6 +111,8 @@ class Sharing(Ledger):
         mine = cast("Frontier", self)
         self.family.remove(mine)
         self.family = [mine]
+        for state in self.tiles:
+            state.sharers -= 1
 
     def _own_from(self, first: int) -> None:
         changed = range(min(first, self.led), max(first, self.led))

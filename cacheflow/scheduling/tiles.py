@@ -62,6 +62,7 @@ class TileState:
         "passing",
         "ready",
         "running",
+        "sharers",
         "tile",
         "union",
         "wanted",
@@ -83,6 +84,8 @@ class TileState:
         """Layers that each load (by id) may copy in: parts of one cell can come from several."""
         self.low = 0
         self.running = False
+        self.sharers = 1
+        """Requests that have this tile. No tile has more of them than one before it."""
         self.asked = 0
         """Layers that compute has to pass whatever can be loaded: another rank cannot load them."""
         self.passing = False
