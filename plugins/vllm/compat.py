@@ -26,6 +26,7 @@ TOUCHED: Final[dict[str, tuple[str, ...]]] = {
     f"{_SCHEDULER}.schedule": ("self", "throttle_prefills"),
     f"{_SCHEDULER}.update_from_output": ("self", "scheduler_output", "model_runner_output"),
     f"{_SCHEDULER}.reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
+    f"{_SCHEDULER}._preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
     f"{_SCHEDULER}._reserve_prefill_lookahead": (
         *("self", "request", "num_computed_tokens", "num_new_tokens"),
     ),

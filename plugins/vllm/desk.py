@@ -64,6 +64,8 @@ class Desk:
     _may_overlap: bool = False
     _timed: Tile | None = None
     _lost: bool = False
+    _tables: list[list[int]] = field(default_factory=list)
+    """Block ids of each request of the last step, if that step reads what is still being loaded."""
 
     def __post_init__(self) -> None:
         self._restores = Restores(self.pins)
@@ -167,11 +169,31 @@ class Desk:
                     self._admission.split(restore, done)
             if self.settings.save and not self._lost:
                 next_orders.saves += self._saves.plan(request, done, tokens)
+        early = scheduled if next_orders.overlaps else ()
+        self._tables = [list(self.cache.get_block_ids(each)[0]) for each in early]
         self._time(scheduled, requests)
         orders = self._restores.take_orders()
         orders.computes = bool(scheduled)
         orders.idle = not scheduled and bool(self._restores.busy or self.pins.held)
         return orders
+
+    def stale(self, invalid: set[int]) -> set[int]:
+        """Blocks of which nothing may be believed when the last step has read the ``invalid`` ones:
+        these, and what lies behind them in the tables of its requests. Those that were aborted
+        while it ran have left theirs in the local prefix cache."""
+        stale = set(invalid)
+        for ids in self._tables:
+            bad = next((at for at, block_id in enumerate(ids) if block_id in invalid), len(ids))
+            stale.update(ids[bad:])
+        return stale
+
+    def unread(self, request_id: str) -> int | None:
+        """The number of the first block that a running request counts as computed and that has not
+        come yet, if there is one: a request that is preempted before it is read leaves nothing of
+        it, or behind it, in the local prefix cache."""
+        restore = self._restores.of(request_id)
+        early = restore is not None and restore.overlaps and restore.phase is Phase.RACING
+        return restore.edge if restore is not None and early else None
 
     def _close_ended(self, gone: Sequence[str]) -> None:
         for each in self._restores.all():

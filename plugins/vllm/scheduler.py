@@ -1,9 +1,9 @@
-"""vLLM's schedulers with three places in which CacheFlow has a say.
+"""vLLM's schedulers with a few places in which CacheFlow has a say.
 
 Before a step, requests whose ends have met jump behind their prefix; in a step, the chunk of a
-request that is being restored is capped; after a step, its time is learned, and what it read too
-early is computed anew. Everything else is vLLM's. With another connector, or none, these are
-vLLM's schedulers unchanged.
+request that is being restored is capped, and one that is preempted leaves nothing to find of what
+has not come yet; after a step, its time is learned, and what it read too early is computed anew.
+Everything else is vLLM's. With another connector, or none, these are vLLM's schedulers unchanged.
 """
 
 from __future__ import annotations
@@ -77,15 +77,23 @@ class RestoringMixin(Scheduler):  # type: ignore[misc]
         """Every request that has one of these blocks computes it and all that follow, and nobody
         finds them. vLLM lets the second of two that share a block count on the first, which may
         need several steps."""
-        stale = set(invalid)
+        assert self._desk is not None
         for request in self.running:
             (ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
             bad = next((i for i, block_id in enumerate(ids) if block_id in invalid), None)
             if bad is not None:
-                stale.update(ids[bad:])
                 computed = min(request.num_computed_tokens, bad * self.block_size)
                 request.num_computed_tokens = computed
-        self.kv_cache_manager.evict_blocks(stale)
+        self.kv_cache_manager.evict_blocks(self._desk.stale(invalid))
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM lets the blocks of a step be found when it is scheduled. A request of low priority
+        may be preempted in the same step: of what it was to read and compute, nothing is there."""
+        first = self._desk.unread(request.request_id) if self._desk is not None else None
+        if first is not None:
+            (ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            self.kv_cache_manager.evict_blocks(set(ids[first:]))
+        return super()._preempt_request(request, *args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Pins are lifted for the moment: blocks that storage reads or writes are given to nobody

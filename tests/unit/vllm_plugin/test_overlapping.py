@@ -238,6 +238,42 @@ def test_an_abort_leaves_its_blocks_to_the_loads(engine: Callable[..., MiniVllm]
     assert len(mini.pool.free) - held == BLOCKS
 
 
+def test_nobody_finds_what_an_aborted_pass_computed_over_missing_rows(
+    engine: Callable[..., MiniVllm],
+) -> None:
+    """vLLM deals with aborts before it hears what the pass had read: the request and its table are
+    gone, but its blocks lie in the prefix cache under their hashes, also those behind the prefix.
+    Blocks of requests that read nothing of it stay."""
+    mini = engine()
+    request, restore = begun(mini)
+    table = list(mini.tables["r"])
+    other = mini.add("other", TOKENS[:40], "recompute")
+    mini.allocate_slots(other, 40)
+    orders = mini.desk.orders({"r": 1, "other": 40}, {"r": request, "other": other}, ())
+    assert mini.desk.unread("r") == 0
+    mini.desk.finished("r")
+    assert mini.desk.stale(set(table[4:BLOCKS])) == set(table[4:])
+    mini.running.remove(request)
+    mini._free(request)
+    mini.desk.orders({}, {}, ())
+    assert mini.desk.stale(set(table[:4])) == set(table[:4])  # they may be anybody's by now
+    mini.desk.heard(Report(ended=[restore], copied=[order.save for order in orders.saves]))
+    mini.finish(other)
+
+
+def test_what_has_come_may_be_found(engine: Callable[..., MiniVllm]) -> None:
+    """A request that is preempted keeps its blocks in the local prefix cache, but for those that
+    it counts as computed and that have not come."""
+    mini = engine()
+    request, restore = begun(mini)
+    assert mini.desk.unread("other") is None
+    assert mini.desk.unread("r") == 0
+    mini.desk.heard(Report(progress={restore: Progress(low=0, waited=0.0, dead=True)}))
+    mini.desk.jump(lambda _: True)
+    assert mini.desk.unread("r") is None
+    over(mini, request, restore)
+
+
 def test_steps_ahead_wait_for_whole_prefixes(engine: Callable[..., MiniVllm]) -> None:
     """Where a step is scheduled before the one before has ended, it could not be taken back."""
     mini = engine(depth=2)
