@@ -99,6 +99,7 @@ class Loader:
                 restore, piece, held = chosen
                 number = next(self._numbers)
                 flying[number] = len(piece.layers)
+                restore.whole += len(piece.layers) == layers
                 task = asyncio.create_task(self._load(restore, piece, tier, held, number))
                 restore.tasks.add(task)
                 task.add_done_callback(partial(self._done, restore, piece, tier, held, number))
@@ -143,6 +144,7 @@ class Loader:
         task: asyncio.Task[None],
     ) -> None:
         restore.tasks.discard(task)
+        restore.whole -= len(piece.layers) == restore.layers
         self._flying[tier].pop(number, None)
         if task.cancelled():  # perhaps before it began: then nobody else gives its memory back
             held.release()
@@ -224,6 +226,7 @@ class Loader:
             dead=restore.is_over,
             part=part,
             row=row,
+            whole=restore.whole,
         )
 
     def _tier_of(self, restore: Restoring) -> str:

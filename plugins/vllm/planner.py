@@ -64,6 +64,8 @@ class View:
     """What is there of the blocks below ``low``, in blocks."""
     hidden: float = 0.0
     """Share of the forward pass behind the top under which loads may go on."""
+    whole: int = 0
+    """Blocks that are on their way with all their layers at once: no pass begins before them."""
 
     @property
     def edge(self) -> int:
@@ -99,7 +101,7 @@ def _weigh(view: View, needed: int, costs: ComputeModel) -> int:
     best, blocks = min((_both(view, count, hidden, costs), count) for count in counts)
     whole = _pass(view.done, view.tokens, view.budget, costs)
     if not needed and not _is_late(view):
-        alone = max(_left(view, view.gap) - hidden, 0.0) + behind
+        alone = max(_visible(view, view.gap, hidden), 0.0) + behind
         if min(best + behind, whole) >= alone * (1.0 - _WORTH):
             return WAIT
     return WHOLE if whole <= (best + behind) * (1.0 + _WORTH) else blocks
@@ -134,8 +136,17 @@ def _both(view: View, count: int, hidden: float, costs: ComputeModel) -> float:
     """Seconds until ``count`` blocks are computed and of the rest of the gap no more is to be
     loaded than ``hidden`` seconds bring."""
     stop = (view.edge + count) * view.block
-    left = _left(view, view.gap - count) - hidden
+    left = _visible(view, view.gap - count, hidden)
     return max(_pass(view.done, stop, view.budget, costs), left)
+
+
+def _visible(view: View, blocks: int, hidden: float) -> float:
+    """Seconds for which ``blocks`` more blocks keep the pass behind them from beginning. Of those
+    that come by layers the first ones have to be there."""
+    seconds = view.block_seconds
+    assert seconds is not None
+    by_layers = view.hidden * max(blocks - view.whole, 0) * seconds
+    return _left(view, blocks) - min(hidden, by_layers)
 
 
 def _left(view: View, blocks: int) -> float:

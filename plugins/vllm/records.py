@@ -107,6 +107,8 @@ class Progress:
     """What is there of the blocks below ``low``, in blocks."""
     row: bool = False
     """That includes the first layer of each block that is still to come."""
+    whole: int = 0
+    """Of those blocks, how many are on their way with all their layers at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class Restore:
             budget=limits.budget,
             part=progress.part,
             hidden=hidden,
+            whole=progress.whole,
         )
 
 

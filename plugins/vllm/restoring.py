@@ -41,6 +41,8 @@ class Restoring:
     stop: int = 0
     """Nothing below is loaded: not stored, failed, or compute's."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    whole: int = 0
+    """Loads of whole blocks on their way."""
     lookup: asyncio.Task[None] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     held: dict[int, list[tuple[Piece, Held]]] = field(default_factory=dict)

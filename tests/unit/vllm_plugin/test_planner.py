@@ -169,6 +169,32 @@ def test_compute_takes_less_when_loads_go_on_under_the_pass(costs: ComputeModel)
     assert 0 < with_pass < without
 
 
+@pytest.mark.parametrize("seconds", [0.3, 0.1])
+def test_a_block_that_comes_whole_hides_nothing(seconds: float) -> None:
+    """Compute does not leave the last blocks to loads under a long pass that cannot begin before
+    them: with 8 blocks and 2,048 tokens behind them that took up to 40 % longer than computing
+    all. As they come by layers, they are left to them."""
+    model = ComputeModel(1e6, 1e-6)
+    token = seconds / 2048
+    for width in (64, 128, 256, 512, 1024, 2048) * 6:
+        model.observe(Tile(0, 0, width), 0.003 + token * width)
+    long = View(
+        done=0,
+        tokens=8 * BLOCK + 2048,
+        block=BLOCK,
+        top=8,
+        low=8,
+        bottom=0,
+        block_seconds=seconds,
+        first_seconds=0.0,
+        waited=0.0,
+        budget=2048,
+        hidden=0.8,
+    )
+    assert choose(replace(long, whole=2), model) == WHOLE
+    assert 0 < choose(long, model) < 8
+
+
 def test_loads_alone_are_waited_for_until_the_pass_hides_the_rest(costs: ComputeModel) -> None:
     """A store that is slower than compute by what the pass hides is as fast as both together."""
     seconds = (LAUNCH + TOKEN * BLOCK) * 1.5
