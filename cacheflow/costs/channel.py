@@ -8,6 +8,7 @@ that bytes arrive roughly in the order they were asked for. Knows no bytes but c
 
 from __future__ import annotations
 
+from itertools import takewhile
 from math import ceil, sqrt
 from typing import Final
 
@@ -56,7 +57,7 @@ class ChannelModel:
     does not matter in which order parallel streams finish them. A row says how many latencies it
     had to wait out, how many bytes came and how long that took (see :class:`Fit`). Time that went
     into loads that failed is charged to the next delivery. Every method is O(1), except
-    :meth:`ahead`.
+    :meth:`ahead`, and :meth:`ended` of a load that has passed others.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class ChannelModel:
         "_in_flight",
         "_latency",
         "_opened_with",
+        "_overtaken",
         "_per_byte",
         "_progress",
         "_row",
@@ -90,6 +92,8 @@ class ChannelModel:
         self._in_flight: dict[int, int] = {}
         self._begun: dict[int, tuple[float, float | None]] = {}
         """When each load was started, and after how many seconds it was expected."""
+        self._overtaken: set[int] = set()
+        """Loads in flight that began before one that was delivered."""
         self._total = 0
         self._progress = 0.0
         """When the channel last became busy or finished something."""
@@ -165,6 +169,9 @@ class ChannelModel:
         nbytes = self._in_flight.pop(load_id, None)
         if nbytes is None:
             return
+        if delivered:
+            self._overtaken.update(takewhile(lambda other: other != load_id, self._begun))
+        self._overtaken.discard(load_id)
         start, expected = self._begun.pop(load_id)
         since, self._progress = self._progress, now
         busy = max(now - since, 0.0)
@@ -304,6 +311,26 @@ class ChannelModel:
         head, stall = self._head()
         expected = head * self._per_byte
         return self._progress + stall + expected + max(_LATE * expected, _LEAST_LATE)
+
+    def lag(self, load_id: int, now: float) -> float:
+        """Seconds for which a load that hangs while others pass it is expected to go on: as long as
+        it is late. 0 for all others, which the channel's own progress tells enough about."""
+        due, slack = self._due(load_id)
+        return now - due if now - due > slack else 0.0
+
+    def lags_from(self, load_id: int, seconds: float) -> float:
+        """When its :meth:`lag` will exceed ``seconds`` (never where nothing has passed it yet)."""
+        due, slack = self._due(load_id)
+        return due + max(seconds, slack)
+
+    def _due(self, load_id: int) -> tuple[float, float]:
+        """When a load that was overtaken should have been there, and how late says something."""
+        if load_id not in self._overtaken:
+            return float("inf"), 0.0
+        start, expected = self._begun[load_id]
+        if expected is None:
+            expected = self._latency + self._in_flight[load_id] * (self._per_byte or 0.0)
+        return start + expected, max(_SLACK * expected, _LEAST_SLACK)
 
     def _slack(self, head: int) -> float:
         """Seconds by which the oldest load may be late before it is likely to hang."""

@@ -96,6 +96,9 @@ class Expectations(Sharing):
                 if seconds is None:
                     return None
                 longest = max(longest, seconds)
+        if not alone:  # nobody's rank suffers from a load that hangs: compute will have its cells
+            for load in self._flights.values():
+                longest = max(longest, self._outlook.channel(load.channel).lag(load.id, now))
         if self._shared and self._strides:
             nbytes = sum(self._only.values()) + self._shared * max(self._strides.values())
             shared = self._outlook.shared_seconds(self._strides, nbytes)
@@ -177,17 +180,21 @@ class Expectations(Sharing):
             else:
                 continue
             times.append(when)
+        for load in self._flights.values():
+            lags = self._outlook.channel(load.channel).lags_from(load.id, seconds)
+            times.append(max(lags, now))
         return min(times)
 
     def _lands_in(self, load: Load, now: float) -> float:
         """Seconds until a load under way is there; what was silent so far is as long again."""
         model = self._outlook.channel(load.channel)
-        return model.left(model.ahead(load.id), now) or 0.0
+        return max(model.left(model.ahead(load.id), now) or 0.0, model.lag(load.id, now))
 
     def _late_at(self, load: Load, seconds: float, now: float) -> float:
         """When a load under way will look ``seconds`` away if nothing is delivered before."""
         model = self._outlook.channel(load.channel)
-        return model.slower_than(seconds, model.ahead(load.id), now)
+        late = model.slower_than(seconds, model.ahead(load.id), now)
+        return min(late, max(model.lags_from(load.id, seconds), now))
 
     def _gain(self, now: float) -> float | None:
         """Share of the load-only time that both ends together would save, if all is known."""

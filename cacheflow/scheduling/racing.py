@@ -45,9 +45,10 @@ class Racing(Loading):
     def _landing(self, state: TileState, layer: int, now: float) -> float | None:
         """Seconds until this cell's loads are there; None if they are late or somebody else's."""
         flights = self._flights_of(state, layer)
-        models = [self._outlook.channel(flight.channel) for flight in flights]
-        if any(model.late_from() <= now for model in models):
-            return None
+        for flight in flights:
+            model = self._outlook.channel(flight.channel)
+            if model.late_from() <= now or model.lag(flight.id, now):
+                return None
         return max((self._lands_in(flight, now) for flight in flights), default=None)
 
     def _race_at(self, flights: Iterable[Load], seconds: float, now: float) -> float:

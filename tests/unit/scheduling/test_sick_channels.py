@@ -12,9 +12,10 @@ from bench_sick import meeting_seconds
 from cacheflow.costs import ChannelModel
 from cacheflow.testing.virtual import Link, VirtualRun, make_spec
 from cacheflow.types import Coverage, TileGrid
+from tests.unit.scheduling.harness import OBJECTIVES, options, warm
 
 if TYPE_CHECKING:
-    from cacheflow.types import Tile
+    from cacheflow.types import Load, Tile
 
 LAYERS: Final = 30
 CHUNK: Final = 256
@@ -139,3 +140,60 @@ def test_what_is_very_late_is_expected_to_take_much_longer() -> None:
         when = model.slower_than(seconds, 1000, 10.0)
         assert model.left(1000, when) == pytest.approx(seconds)
     assert model.slower_than(inf, 1000, 10.0) == inf
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_load_that_hangs_while_others_pass_it_is_raced(objective: str) -> None:
+    """One object never comes, though the channel delivers all else without a pause: its request
+    does not wait for its deadline, and neither does anybody who comes later."""
+    cell = 0.02
+    hung: list[Load] = []
+    link = Link(STRIDE / cell)
+    grid = TileGrid((), CHUNK)
+    run = VirtualRun(lambda tile: cell, {"link": link}, attention=0.0, **options(objective))
+    warm(run, [grid.tile(i) for i in range(5)], lambda tile: cell, STRIDE)
+
+    def outcome(load: Load) -> bool | None:
+        if load.request_id != "hung" or hung:
+            return True
+        hung.append(load)
+        run.at(run.clock.now() + 30.0, lambda: run.lose(load, late=True))
+        return None
+
+    link.outcome, start = outcome, run.clock.now()
+    names = ["hung", *(f"r{i}" for i in range(60))]
+    for i, name in enumerate(names):
+        spec = make_spec(
+            4 * CHUNK,
+            5 * CHUNK,
+            chunk=CHUNK,
+            grid=grid,
+            request_id=name,
+            arrival=start + 0.2 * i,
+        )
+        run.arrive(spec, [Coverage("link", ((1 << spec.num_layers) - 1,) * 4, STRIDE)])
+    run.run(*names)
+    assert hung
+    ends = [run.finished_at[name] - start - 0.2 * i for i, name in enumerate(names)]
+    assert max(ends) < 3.0, max(ends)
+
+
+def test_only_what_others_pass_lags_however_long_it_takes() -> None:
+    """Late beyond four times what it should have taken, and passed by one that began after it: it
+    is expected to take as long again, from a time that is foretold. What is first in line is not
+    judged by itself, nor what is passed but may come any moment."""
+    model = ChannelModel()
+    model.started(1, 1000, 0.0)
+    model.ended(1, 1.0, delivered=True)
+    model.started(2, 1000, 10.0)
+    model.started(3, 1000, 10.0)
+    assert model.lag(2, 100.0) == 0.0
+    assert model.lags_from(2, 1.0) == inf
+    model.ended(3, 12.0, delivered=True)
+    assert model.lag(2, 14.0) == 0.0
+    for seconds in (5.0, 50.0):
+        assert model.lag(2, model.lags_from(2, seconds)) == pytest.approx(seconds)
+    model.started(4, 1000, 20.0)
+    model.ended(4, 20.5, delivered=False)
+    model.ended(2, 21.0, delivered=True)
+    assert model.lag(2, 100.0) == 0.0
