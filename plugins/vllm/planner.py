@@ -7,7 +7,7 @@ before the step ends: the point where the two will meet is predicted, and the st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.types import Tile
@@ -24,6 +24,8 @@ WHOLE: Final = -1
 
 _WORTH: Final = 0.03
 """Both ends together have to save this share, or the simpler way is taken."""
+_LOOK: Final = 0.25
+"""Share of that saving which may be spent on looking halfway whether it all goes as predicted."""
 _COLD_SECONDS: Final = 0.01
 """How long compute waits for the first load of a channel that nothing is known of."""
 _COLD_BLOCKS: Final = 4
@@ -99,12 +101,26 @@ def _weigh(view: View, needed: int, costs: ComputeModel) -> int:
     hidden = hideable(view, costs)
     counts = range(max(needed, 1), view.gap + 1)
     best, blocks = min((_both(view, count, hidden, costs), count) for count in counts)
-    whole = _pass(view.done, view.tokens, view.budget, costs)
+    race, whole = best + behind, _pass(view.done, view.tokens, view.budget, costs)
+    alone = inf
     if not needed and not _is_late(view):
         alone = max(_visible(view, view.gap, hidden), 0.0) + behind
-        if min(best + behind, whole) >= alone * (1.0 - _WORTH):
+        if min(race, whole) >= alone * (1.0 - _WORTH):
             return WAIT
-    return WHOLE if whole <= (best + behind) * (1.0 + _WORTH) else blocks
+    if whole <= race * (1.0 + _WORTH):
+        return WHOLE
+    return blocks if needed else _first_part(view, blocks, min(alone, whole) - race, costs)
+
+
+def _first_part(view: View, blocks: int, saved: float, costs: ComputeModel) -> int:
+    """Half of the ``blocks`` where a second step costs little of the ``saved`` seconds: where
+    compute or loads are not as fast as was thought, the ends meet elsewhere."""
+    half = -(-blocks // 2)
+    middle, stop = (view.edge + half) * view.block, (view.edge + blocks) * view.block
+    once = _pass(view.done, stop, view.budget, costs)
+    first = _pass(view.done, middle, view.budget, costs)
+    more = first + _pass(middle, stop, view.budget, costs) - once
+    return half if more <= _LOOK * saved else blocks
 
 
 def hideable(view: View, costs: ComputeModel) -> float:

@@ -48,8 +48,8 @@ def view(block_seconds: float | None, **other: object) -> View:
     return replace(base, **other)  # type: ignore[arg-type]
 
 
-def play(block_seconds: float, costs: ComputeModel) -> float:
-    """Seconds of a whole restore, step by step, with loads and compute as predicted."""
+def play(block_seconds: float, costs: ComputeModel, slower: float = 1.0) -> float:
+    """Seconds of a whole restore, step by step, with loads as predicted and compute ``slower``."""
     now, state = 0.0, view(block_seconds)
     while state.done < state.top * BLOCK:
         low = max(32 - math.floor(now / block_seconds + 1e-9), state.edge)
@@ -62,10 +62,10 @@ def play(block_seconds: float, costs: ComputeModel) -> float:
             now = (math.floor(now / block_seconds + 1e-9) + 1) * block_seconds
             continue
         stop = state.tokens if blocks == WHOLE else (state.edge + blocks) * BLOCK
-        now += LAUNCH + TOKEN * (stop - state.done)
+        now += slower * (LAUNCH + TOKEN * (stop - state.done))
         state = replace(state, done=stop)
     if state.done < state.tokens:
-        now += LAUNCH + TOKEN * (state.tokens - state.done)
+        now += slower * (LAUNCH + TOKEN * (state.tokens - state.done))
     return now
 
 
@@ -84,6 +84,17 @@ def test_at_balance_each_does_half(costs: ComputeModel) -> None:
     """Where both take the same time, together they take little more than half of it."""
     alone = LAUNCH + TOKEN * (32 * BLOCK + 40)
     assert play(alone / 32, costs) <= 0.6 * alone
+
+
+@pytest.mark.parametrize("slower", [1.25, 1.5, 2.0])
+@pytest.mark.parametrize("block_seconds", [0.02, 0.03, 0.04])
+def test_a_race_is_looked_at_halfway(
+    costs: ComputeModel, block_seconds: float, slower: float
+) -> None:
+    """Compute that is slower than it was costs no race its sense: a step that cannot be taken back
+    is not all that compute was to do. In one step it took up to 1.4 times what loads alone do."""
+    loaded = 32 * block_seconds + slower * (LAUNCH + TOKEN * 40)
+    assert play(block_seconds, costs, slower) <= 1.05 * loaded
 
 
 def test_fast_loads_are_waited_for(costs: ComputeModel) -> None:
