@@ -312,9 +312,16 @@ class ChannelModel:
         expected = head * self._per_byte
         return self._progress + stall + expected + max(_LATE * expected, _LEAST_LATE)
 
+    @property
+    def was_passed(self) -> bool:
+        """Whether any load in flight began before one that was delivered."""
+        return bool(self._overtaken)
+
     def lag(self, load_id: int, now: float) -> float:
         """Seconds for which a load that hangs while others pass it is expected to go on: as long as
         it is late. 0 for all others, which the channel's own progress tells enough about."""
+        if load_id not in self._overtaken:
+            return 0.0
         due, slack = self._due(load_id)
         return now - due if now - due > slack else 0.0
 

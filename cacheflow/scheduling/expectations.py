@@ -97,13 +97,20 @@ class Expectations(Sharing):
                     return None
                 longest = max(longest, seconds)
         if not alone:  # nobody's rank suffers from a load that hangs: compute will have its cells
-            for load in self._flights.values():
-                longest = max(longest, self._outlook.channel(load.channel).lag(load.id, now))
+            longest = max(longest, self._lag(now))
         if self._shared and self._strides:
             nbytes = sum(self._only.values()) + self._shared * max(self._strides.values())
             shared = self._outlook.shared_seconds(self._strides, nbytes)
             return None if shared is None else max(longest, shared)
         return longest
+
+    def _lag(self, now: float) -> float:
+        """Seconds for which a load that others pass is expected to hang on (0 without one)."""
+        models = self._outlook.channels
+        if not any(models[channel].was_passed for channel in self._strides):
+            return 0.0
+        flights = self._flights.values()
+        return max((models[load.channel].lag(load.id, now) for load in flights), default=0.0)
 
     def _before(self, channel: str, *, alone: bool = False) -> int:
         """Bytes that ``channel`` has still to be asked for until this request is loaded."""
