@@ -41,7 +41,7 @@ def test_whole_blocks_count_as_cached(serving: Serving) -> None:
 
 def test_edges(serving: Serving, expected: Expected) -> None:
     """Prompts of a token, of whole blocks and around them, wholly stored or not."""
-    for policy in ("load", "adaptive"):
+    for policy in ("adaptive", "load"):  # nothing is computed instead on a busy machine
         for prompt in EDGES:
             assert serving.generate([prompt], policy) == [expected[tuple(prompt)]]
     assert serving.found == [(len(EDGES[-1]) - 1) // BLOCK * BLOCK]
