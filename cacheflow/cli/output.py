@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
 
 import typer
 import uvloop
@@ -29,14 +29,19 @@ __all__ = ["AsJson", "figures", "human_bytes", "print_json", "progress", "run"]
 
 T = TypeVar("T")
 
+_WIDE: Final = 160
+"""Columns of output that no terminal shows."""
+
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print JSON instead of a table.", show_default=False)
 ]
 
 
 def figures() -> Console:
-    """The console for results; made anew so that it follows a redirected standard output."""
-    return Console()
+    """The console for results; made anew so that it follows a redirected standard output. In a
+    file or a pipe nothing is cut to a terminal's 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _WIDE))
 
 
 def print_json(value: object) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
+import pytest
+from rich.console import Console
+
+from cacheflow.cli.bench import points_table
 from cacheflow.cli.bench_run import Point, _Alone
 from cacheflow.cli.demo_report import parse_links
 
@@ -32,3 +36,19 @@ def test_runs_on_a_machine_that_changed_its_speed_do_not_count() -> None:
     assert (found["efficiency_min"], found["efficiency_max"]) == (0.8, 1.0)
     found = measured([0.7, 1.5, 1.2]).summary()
     assert (found["efficiency"], found["steady"], found["rounds"]) == (1.0, 0, 3)
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    """No figure of the longest prefix over the slowest link is cut."""
+    [link] = parse_links("10:1")
+    numbers = [59.321], [589.277], [55.234], [52.6], [0.912], [1.24]
+    point = Point(7936, link, *numbers, load_is_scaled=True)
+    out = io.StringIO()
+    Console(file=out, width=80).print(points_table([point]))
+    row = next(line for line in out.getvalue().splitlines() if "7936" in line)
+    assert row.split() == [
+        *("7936", "10:1", "59.3", "589.3*", "55.2", "91%", "0.95", "0.95-0.95", "1.07"),
+        *("-4087", "(1780)"),
+    ]
+    assert "0 of 1 runs were steady" in " ".join(out.getvalue().split())
+    assert "changed by 24 % at most" in " ".join(out.getvalue().replace("24%", "24 %").split())
