@@ -120,8 +120,9 @@ class Tier(StorageBackend):
     async def survey(
         self, keys: Sequence[ChunkKey], wanted: Sequence[int]
     ) -> list[Sequence[ChunkInfo]]:
-        """Leases nothing. What a lookup has leased was used by it, moments ago; anything else is of
-        a conversation that went on without being looked up, and that counts as its use."""
+        """What a lookup has leased was used by it, moments ago; anything else is of a conversation
+        that went on without being looked up, and that counts as its use. Leases what it finds: one
+        part of a prompt does not make way for another."""
 
         def evidence() -> Sequence[float]:
             chances = self._stock.value.evidence(len(keys))
@@ -316,6 +317,7 @@ class Tier(StorageBackend):
         if entry not in self.catalogue.holds:
             entry.worth = self._stock.worth(entry)
             self.catalogue.touch(entry, now, chance)
+        self.catalogue.holds.lease(entry, now + self.settings.lease_seconds)
 
     def _suspect(self, key: ChunkKey, infos: Sequence[ChunkInfo]) -> None:
         """The backend did not list what the index has: others deleted it, or it is damaged, or set

@@ -114,4 +114,14 @@ async def test_a_request_that_is_saved_has_used_what_it_found_once() -> None:
         r.clock.advance(10.0)
         await r.tier.survey(prompt, [1])
         assert (entry.uses, entry.last_use) == (2, r.clock.now())
-        assert entry not in r.tier.catalogue.holds, "a save reads nothing"
+
+
+async def test_one_part_of_a_prompt_does_not_make_way_for_another() -> None:
+    """A full tier keeps what a save finds there, instead of storing its other chunks over it, turn
+    after turn."""
+    async with rig(Shelf(), objects=2) as r:
+        await r.store(0, 1)
+        prompt = [make_object(number).key.chunk for number in range(3)]
+        assert [len(infos) for infos in await r.tier.survey(prompt, [0, 1, 2])] == [1, 1, 0]
+        await r.store(2)
+        assert r.there == [0, 1]
