@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cacheflow.plugins.vllm import planner
 from cacheflow.plugins.vllm.admission import Admission
 from cacheflow.plugins.vllm.records import Found, Progress, Report
 from cacheflow.testing import steered
@@ -29,6 +30,12 @@ SECONDS = 0.01
 """A block."""
 TRIES = 40
 """Whether a step sees a part of what is loaded is a matter of time."""
+
+
+@pytest.fixture(autouse=True)
+def _by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The miniature's blocks take a few milliseconds, which is too little to come by layers."""
+    monkeypatch.setattr(planner, "_LEAST_BLOCK", 0.0)
 
 
 @pytest.fixture
