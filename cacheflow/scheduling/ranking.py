@@ -245,8 +245,7 @@ class Ranking:
             wait = max(frontier.vain_wait, frontier.layer_cost, _LEAST_WAIT)
             when, frontier.vain_wait = now + wait, min(2 * wait, _MOST_WAIT)
         if when < _INFINITE:
-            self._wake[frontier.spec.id] = when
-            heappush(self._timers, (when, frontier.spec.id))
+            self._wake_compute(frontier.spec.id, when)
         else:
             self._wake.pop(frontier.spec.id, None)
 
@@ -274,15 +273,15 @@ class Ranking:
         work = None if tile is None else self._outlook.compute.layer_seconds(tile)
         cost = frontier.layer_cost if work is None else work
         wait = self._requests[parked[1]].worth_waiting_for(cost, now)
-        if wait > 0.0:
-            self._wake_compute(parked[1], now + max(wait, _LEAST_WAIT))
+        when = now + max(wait, _LEAST_WAIT)
+        if wait > 0.0 and when < self._wake.get(parked[1], _INFINITE):
+            self._wake_compute(parked[1], when)
         return wait > 0.0
 
     def _wake_compute(self, request_id: str, when: float) -> None:
-        """Ask the request again at ``when``, if not before."""
-        if when < self._wake.get(request_id, _INFINITE):
-            self._wake[request_id] = when
-            heappush(self._timers, (when, request_id))
+        """Ask the request again at ``when``, whatever was set before."""
+        self._wake[request_id] = when
+        heappush(self._timers, (when, request_id))
 
     def _overtaken(self, frontier: Frontier, now: float) -> bool:
         """Whether a request that waits for compute is more urgent than the one computing, by more

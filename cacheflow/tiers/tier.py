@@ -314,10 +314,10 @@ class Tier(StorageBackend):
         self.catalogue.holds.lease(entry, now + self.settings.lease_seconds)
 
     def _refresh(self, entry: Entry, now: float, chance: float) -> None:
-        if entry not in self.catalogue.holds:
-            entry.worth = self._stock.worth(entry)
-            self.catalogue.touch(entry, now, chance)
-        self.catalogue.holds.lease(entry, now + self.settings.lease_seconds)
+        if entry in self.catalogue.holds:
+            self.catalogue.holds.lease(entry, now + self.settings.lease_seconds)
+        else:
+            self._use(entry, now, chance)
 
     def _suspect(self, key: ChunkKey, infos: Sequence[ChunkInfo]) -> None:
         """The backend did not list what the index has: others deleted it, or it is damaged, or set

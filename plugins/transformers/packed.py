@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cacheflow.abc import ClaimLayer
-    from cacheflow.plugins.transformers.lanes import Mark
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.plugins.transformers.walk import Walker
     from cacheflow.types import TileWork
@@ -51,6 +50,10 @@ class _Row:
     def stop(self) -> int:
         return self.work.tile.stop
 
+    @property
+    def width(self) -> int:
+        return self.work.tile.width
+
 
 class _PackedCache:
     """What a decoder layer sees as its cache: writes each tile's K and V to its page."""
@@ -65,7 +68,7 @@ class _PackedCache:
         """``key``, ``value``: ``[1, Hkv, n, D]`` of all tiles, which are given back as they are."""
         at = 0
         for row in self._rows:
-            end = at + row.stop - row.start
+            end = at + row.width
             if row.write:
                 page = row.request.page_at(row.start)
                 own = (layer - self._first_layer, row.start, row.stop)
@@ -97,8 +100,7 @@ def walk_packed(
     layer, marks = works[0].first_layer, [walker.streams.mark()]
     going = rows
     while layer < walker.num_layers and len(going) == len(rows):
-        if len(marks) > walker.streams.ahead:
-            marks[-max(walker.streams.ahead, 1)].synchronize()
+        walker.keep_pace(marks)
         going = _claimed(rows, layer)
         if not going:
             break
@@ -110,7 +112,11 @@ def walk_packed(
         # A copy of what is kept: it is a piece of the pass's own tensor, which would stay with it.
         kept = row.hidden if row.layer == walker.num_layers else row.hidden.clone()
         walker.end(row.request, row.work, kept, row.layer)
-    return [ComputeDone(row.work, row.layer, _seconds(marks, row)) for row in rows]
+    passes = [after.seconds_since(before) for before, after in pairwise(marks)]
+    return [
+        ComputeDone(row.work, row.layer, tuple(passes[: row.layer - row.work.first_layer]))
+        for row in rows
+    ]
 
 
 def _claimed(rows: Sequence[_Row], layer: int) -> list[_Row]:
@@ -132,8 +138,7 @@ def _pass(walker: Walker, rows: Sequence[_Row], layer: int) -> None:
     cache = _PackedCache(rows, walker.first_layer)
     places = walker.places(positions.unsqueeze(0), hidden)
     reach = Packed(list(_parts(rows, layer)))
-    widths = [row.stop - row.start for row in rows]
-    outs = walker.layer(layer, hidden, cache, reach, places).split(widths, dim=1)
+    outs = walker.layer(layer, hidden, cache, reach, places).split([r.width for r in rows], dim=1)
     for row, out in zip(rows, outs, strict=True):
         row.hidden, row.layer = out, layer + 1
 
@@ -144,7 +149,7 @@ def _parts(
     """Runs of tiles that follow each other, with the KV before the first of each."""
     at = first = 0
     for i, row in enumerate(rows):
-        end = at + row.stop - row.start
+        end = at + row.width
         follower = rows[i + 1] if i + 1 < len(rows) else None
         if follower is None or follower.request is not row.request or follower.start != row.stop:
             head = row.stop - (end - first)
@@ -152,9 +157,3 @@ def _parts(
             yield slice(first, end), [page.part(layer, stop) for page, stop in past]
             first = end
         at = end
-
-
-def _seconds(marks: Sequence[Mark], row: _Row) -> tuple[float, ...]:
-    """What each pass took in which the tile was."""
-    passes = [after.seconds_since(before) for before, after in pairwise(marks)]
-    return tuple(passes[: row.layer - row.work.first_layer])

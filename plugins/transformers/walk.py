@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cacheflow.abc import ClaimLayer
-    from cacheflow.plugins.transformers.lanes import Streams
+    from cacheflow.plugins.transformers.lanes import Mark, Streams
     from cacheflow.plugins.transformers.pages import Page
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import Shard, TileWork
@@ -99,8 +99,7 @@ class Walker:
         marks = [self.streams.mark()]
         layer = work.first_layer
         while layer < self.num_layers:
-            if len(marks) > self.streams.ahead:
-                marks[-max(self.streams.ahead, 1)].synchronize()
+            self.keep_pace(marks)
             answer = claim(work, layer)
             if answer is Claim.REFUSED:
                 break
@@ -113,6 +112,12 @@ class Walker:
         self.end(request, work, hidden, layer)
         seconds = tuple(after.seconds_since(before) for before, after in pairwise(marks))
         return ComputeDone(work, layer, seconds)
+
+    def keep_pace(self, marks: Sequence[Mark]) -> None:
+        """Before a layer is claimed: wait until the device is as many layers behind as it may be.
+        ``marks``: one before the first layer, and one behind each."""
+        if len(marks) > self.streams.ahead:
+            marks[-max(self.streams.ahead, 1)].synchronize()
 
     def embed(self, tokens: Sequence[int]) -> torch.Tensor:
         """Hidden states ``[n, hidden]`` at the model's first layer."""

@@ -189,19 +189,7 @@ def test_a_block_that_comes_whole_hides_nothing(seconds: float) -> None:
     token = seconds / 2048
     for width in (64, 128, 256, 512, 1024, 2048) * 6:
         model.observe(Tile(0, 0, width), 0.003 + token * width)
-    long = View(
-        done=0,
-        tokens=8 * BLOCK + 2048,
-        block=BLOCK,
-        top=8,
-        low=8,
-        bottom=0,
-        block_seconds=seconds,
-        first_seconds=0.0,
-        waited=0.0,
-        budget=2048,
-        hidden=0.8,
-    )
+    long = view(seconds, tokens=8 * BLOCK + 2048, top=8, low=8, budget=2048, hidden=0.8)
     assert choose(replace(long, whole=2), model) == WHOLE
     assert 0 < choose(long, model) < 8
 
