@@ -7,16 +7,14 @@ the order in which the suffix needs them. Asks what is known and leaves the sear
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.scheduling.ending import Ending, best_meeting
+from cacheflow.scheduling.ending import Ending
 from cacheflow.scheduling.feeding import Feeding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from cacheflow.costs import ChannelModel
     from cacheflow.scheduling.ending import Cell
 
 __all__ = ["Closing", "Plan"]
@@ -25,13 +23,26 @@ _FEW: Final = 16
 """From so many free cells on the end is planned cell by cell."""
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """``computes``: whether compute takes the next free cell. ``loads``: the layers (bitmap) of
-    each tile that are the channel's."""
+    """Where both ends of one request meet: tile and layer of each free cell, in the order of
+    compute, and what is expected of them."""
 
-    computes: bool
-    loads: Mapping[int, int]
+    __slots__ = ("_ending", "_places")
+
+    def __init__(self, places: list[tuple[int, int]], ending: Ending) -> None:
+        self._places = places
+        self._ending = ending
+
+    def computes(self) -> bool:
+        """Whether compute takes the next free cell."""
+        return self._ending.computes()
+
+    def loads(self) -> dict[int, int]:
+        """The layers (bitmap) of each tile that are the channel's."""
+        loads: dict[int, int] = {}
+        for t, layer in self._places[self._ending.meeting() :]:
+            loads[t] = loads.get(t, 0) | 1 << layer
+        return loads
 
 
 class Closing(Feeding):
@@ -44,24 +55,31 @@ class Closing(Feeding):
         if not 0 < self.free.count <= _FEW or not self._decides_alone:
             return None
         channels = [channel for channel, nbytes in self.free_bytes.items() if nbytes]
-        if len(channels) != 1:
+        if len(channels) != 1 or self._holes & self._has_free:
             return None
-        stride = self._strides[channels[0]]
         model, suffix = self._outlook.channel(channels[0]), self._suffix_layer()
         if not (model.bandwidth and suffix and model.is_known) or self._outlook.compute.is_guess:
             return None
-        if any(self.tiles[t].must > self.tiles[t].low for t in self._free_tiles()):
-            return None
-        chunk_seconds = stride / model.bandwidth
-        names, cells = [], []
-        for t, layer, cell in self._free_cells(chunk_seconds):
-            names.append((t, layer))
-            cells.append(cell)
-        count = best_meeting(cells, self._known(model, suffix, now))
-        loads: dict[int, int] = {}
-        for t, layer in names[count:]:
-            loads[t] = loads.get(t, 0) | 1 << layer
-        return Plan(count > 0, loads)
+        places: list[tuple[int, int]] = []
+        cells: list[Cell] = []
+        for t, layer, compute, load in self._free_cells(
+            self._strides[channels[0]], model.bandwidth
+        ):
+            places.append((t, layer))
+            cells.append((compute, load, self._suffix_from(layer, suffix)))
+        landed = 0.0
+        for flight in self._flights.values():
+            when = self._lands_in(flight, now) + self._suffix_from(flight.layers.start, suffix)
+            if when > landed:
+                landed = when
+        ending = Ending(
+            cells,
+            compute_free=self._outlook.current_left(now),
+            channel_free=model.left(model.in_flight_bytes, now) or 0.0,
+            landed=landed,
+            suffix=self._suffix_from(0, suffix),
+        )
+        return Plan(places, ending)
 
     @property
     def _decides_alone(self) -> bool:
@@ -72,30 +90,21 @@ class Closing(Feeding):
             return False
         return self.is_first_to_load and self.is_first_to_compute
 
-    def _free_cells(self, chunk_seconds: float) -> Iterator[tuple[int, int, Cell]]:
-        """Tile, layer and costs of every free cell, in the order of compute."""
+    def _suffix_from(self, layer: int, each: float) -> float:
+        """Seconds of the suffix from ``layer`` on, or from where it stands; ``each``: of one."""
+        low = self.suffix_low[0]
+        return (self.spec.num_layers - (layer if layer > low else low)) * each
+
+    def _free_cells(self, stride: int, bandwidth: float) -> Iterator[tuple[int, int, float, float]]:
+        """Tile, layer, seconds to compute and to load of every free cell, in the order of
+        compute."""
         for t in self._free_tiles():
             state = self.tiles[t]
             cost = self._outlook.layer_seconds(state.work) or 0.0
-            load = state.tile.width // self.spec.chunk_tokens * chunk_seconds
+            load = state.tile.width // self.spec.chunk_tokens * stride / bandwidth
             free, below = state.free, state.low
             while free:
                 layer = (free & -free).bit_length() - 1
                 free &= free - 1
-                yield t, layer, (cost * (layer + 1 - below), load, layer)
+                yield t, layer, cost * (layer + 1 - below), load
                 below = layer + 1
-
-    def _known(self, model: ChannelModel, suffix_layer: float, now: float) -> Ending:
-        landing: dict[int, float] = {}
-        for flight in self._flights.values():
-            when = self._lands_in(flight, now)
-            for layer in flight.layers:
-                landing[layer] = max(landing.get(layer, 0.0), when)
-        return Ending(
-            compute_free=self._outlook.current_left(now),
-            channel_free=model.left(model.in_flight_bytes, now) or 0.0,
-            landing=landing,
-            suffix_low=self.suffix_low[0],
-            suffix_layers=self.spec.num_layers,
-            suffix_layer=suffix_layer,
-        )

@@ -2,71 +2,82 @@
 
 Far from the end the meeting point is a fluid balance, since speeds will show where it really is.
 When one cell is a large part of what is left the balance is off by as much, and compute and a
-channel that each judge by their own next cell may disagree; so every meeting point is tried, with
-the loads in the order in which the suffix needs them. Pure arithmetic: knows no request.
+channel that each judge by their own next cell may disagree; so the best of all meeting points is
+found, with the loads in the order in which the suffix needs them.
+
+The suffix begins once compute is through, and passes a layer once that is loaded: it ends at the
+later of what either allows. With every cell more compute is later and loads are no later, so the
+best meeting is where the two cross, found by bisection. Pure arithmetic: knows no request.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from bisect import bisect_left
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["Cell", "Ending", "best_meeting"]
+__all__ = ["Cell", "Ending"]
 
-Cell: TypeAlias = tuple[float, float, int]
-"""Seconds to compute (with the layers that have to be passed on the way) and to load; its layer."""
+Cell: TypeAlias = tuple[float, float, float]
+"""Seconds to compute (with the layers that have to be passed on the way), to load, and that the
+suffix takes from its layer on."""
+_SAME: Final = 1 + 1e-9
+"""Floating point: what is nearer than this is equal."""
 
 
-@dataclass(frozen=True, slots=True)
 class Ending:
-    """What is known when the end is planned; seconds from now.
+    """All ways in which compute takes the first of ``cells``, free cells in its own order, and the
+    channel the others. Times are seconds from now.
 
-    ``compute_free``, ``channel_free``: when either could begin another cell. ``landing``: when the
-    loads under way will have brought each layer. ``suffix_low``, ``suffix_layers``: the layer that
-    the suffix stands at, of how many; ``suffix_layer``: seconds of one.
+    ``compute_free``, ``channel_free``: when either could begin another cell. ``landed``: when the
+    suffix would end if it waited for nothing but the loads under way. ``suffix``: what is left of
+    it.
     """
 
-    compute_free: float
-    channel_free: float
-    landing: Mapping[int, float]
-    suffix_low: int
-    suffix_layers: int
-    suffix_layer: float
+    __slots__ = ("_channel_free", "_computed", "_landed", "_loads")
 
-    def end(self, start: float, layers: Sequence[int], loads: Sequence[float]) -> float:
-        """When the suffix is done if compute turns to it at ``start`` and the channel has still to
-        fetch ``loads[i]`` seconds of ``layers[i]``, lowest first (earliest deadline first)."""
-        end, low, sent = start, self.suffix_low, self.channel_free
-        landing, each = self.landing, self.suffix_layer
-        for layer, load in zip(layers, loads, strict=True):
-            if layer > low:
-                end += (layer - low) * each
-                low = layer
-            if load:
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        *,
+        compute_free: float,
+        channel_free: float,
+        landed: float,
+        suffix: float,
+    ) -> None:
+        self._channel_free, self._landed = channel_free, landed
+        self._computed = list(accumulate((c[0] for c in cells), initial=compute_free + suffix))
+        """When the suffix would end if compute took so many cells, and all others were there."""
+        # Earliest deadline first: the suffix needs those first after which most of it is left.
+        self._loads = sorted(((r, i, load) for i, (_, load, r) in enumerate(cells)), reverse=True)
+
+    def meeting(self) -> int:
+        """How many cells to recompute so that the suffix ends first; the fewest of equals."""
+        computed, loaded = self._computed, self._loaded
+        every = range(len(computed) - 1)
+        crossing = bisect_left(every, True, key=lambda count: computed[count] >= loaded(count))
+        best = max(computed[crossing], loaded(crossing))
+        if crossing:
+            best = min(best, loaded(crossing - 1))  # compute is the earlier one there
+        best *= _SAME
+        return bisect_left(every, True, key=lambda count: loaded(count) <= best)
+
+    def computes(self) -> bool:
+        """Whether compute takes a cell at all: :meth:`meeting` is above 0, without looking for
+        it."""
+        limit = self._loaded(0) / _SAME
+        count = bisect_left(self._computed, limit) - 1
+        return count > 0 and self._loaded(count) < limit
+
+    def _loaded(self, count: int) -> float:
+        """When the suffix would end if compute took the first ``count`` cells in no time."""
+        end, sent = self._landed, self._channel_free
+        for rest, i, load in self._loads:
+            if i >= count:
                 sent += load
-                if sent > end:
-                    end = sent
-            if layer in landing and landing[layer] > end:
-                end = landing[layer]
-        return end + (self.suffix_layers - low) * each
-
-
-def best_meeting(cells: Sequence[Cell], known: Ending) -> int:
-    """How many of ``cells``, free cells in the order of compute, to recompute so that the suffix
-    ends first; the fewest of equals."""
-    spent = known.compute_free + sum(cell[0] for cell in cells)
-    layers = sorted({*known.landing, *(cell[2] for cell in cells)})
-    place = {layer: i for i, layer in enumerate(layers)}
-    loads = [0.0] * len(layers)
-    best, found = known.end(spent, layers, loads), len(cells)
-    for count in range(len(cells) - 1, -1, -1):
-        compute, load, layer = cells[count]
-        spent -= compute
-        loads[place[layer]] += load
-        end = known.end(spent, layers, loads)
-        if end <= best * (1 + 1e-9):
-            best, found = min(best, end), count
-    return found
+                if sent + rest > end:
+                    end = sent + rest
+        return end

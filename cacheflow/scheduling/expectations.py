@@ -28,7 +28,7 @@ class Expectations(Sharing):
         loads = self.loads_left(now, alone=True)
         if whole is None:
             return loads or 0.0
-        suffix = self.suffix_seconds
+        suffix = whole - (outlook.seconds(self.free) or 0.0)
         hidden = min(self._overlap(), suffix)
         both = outlook.meeting(self.free, loads, hidden) or 0.0
         return max(both, hidden) + suffix - hidden
@@ -86,18 +86,20 @@ class Expectations(Sharing):
         ``alone``: as if no other request were waiting. None while a channel that is needed has
         shown nothing; 0 when nothing is left to load.
         """
-        longest = 0.0
-        for channel in self._strides:
-            nbytes = self._before(channel, alone=alone)
+        longest, passed, models = 0.0, False, self._outlook.channels
+        for channel, loads in self._loads.items():
+            model, nbytes = models[channel], self._before(channel, alone=alone)
             if self._shared:
                 nbytes -= self.free_bytes[channel] - self._only[channel]
-            if nbytes > 0 or self._loads[channel]:
-                seconds = self._outlook.channel(channel).left(self._queued(channel, nbytes), now)
+            if nbytes > 0 or loads:
+                seconds = model.left(self._queued(channel, nbytes), now)
                 if seconds is None:
                     return None
-                longest = max(longest, seconds)
-        if not alone:  # nobody's rank suffers from a load that hangs: compute will have its cells
-            longest = max(longest, self._lag(now))
+                if seconds > longest:
+                    longest = seconds
+                passed = passed or model.was_passed
+        if passed and not alone:  # nobody's rank suffers from a load that hangs: compute will have
+            longest = max(longest, self._lag(now))  # its cells
         if self._shared and self._strides:
             nbytes = sum(self._only.values()) + self._shared * max(self._strides.values())
             shared = self._outlook.shared_seconds(self._strides, nbytes)
@@ -107,8 +109,6 @@ class Expectations(Sharing):
     def _lag(self, now: float) -> float:
         """Seconds for which a load that others pass is expected to hang on (0 without one)."""
         models = self._outlook.channels
-        if not any(models[channel].was_passed for channel in self._strides):
-            return 0.0
         flights = self._flights.values()
         return max((models[load.channel].lag(load.id, now) for load in flights), default=0.0)
 
@@ -123,7 +123,7 @@ class Expectations(Sharing):
     def _queued(self, channel: str, nbytes: int) -> int:
         """Bytes on their way and ``nbytes`` more; without any more, only up to the last of its own:
         what others asked for later does not keep it waiting."""
-        model = self._outlook.channel(channel)
+        model = self._outlook.channels[channel]
         last = self._last_load.get(channel)
         if nbytes > 0 or last is None:
             return model.in_flight_bytes + nbytes

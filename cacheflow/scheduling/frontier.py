@@ -189,10 +189,12 @@ class Frontier(Racing):
         That is: complete tiles that stopped half way, and everything once the request is cancelled.
         """
         last, found = self.spec.num_layers, []
-        for state in self.tiles[self.led :]:
+        for t in range(self.led, len(self.tiles)):
+            state = self.tiles[t]
             idle = not state.running and 0 < state.low < last
             if idle and (state.complete or self.cancelled):
                 state.low = last
+                self._refresh(t)
                 found.append(state.tile.start)
         for i, piece in enumerate(self.spec.suffix):
             if self.cancelled and 0 < self.suffix_low[i] < last:
@@ -251,7 +253,7 @@ class Frontier(Racing):
 
         if not state.in_flight >> target & 1:
             ending = self.ending(now)
-            return ending.computes if ending else self._sooner(compute(target), left, now)
+            return ending.computes() if ending else self._sooner(compute(target), left, now)
         raced, sure = compute(target), not self._outlook.compute.is_guess
         raced = None if raced is None else raced * self._price
         landing = self._landing(state, target, now) if sure else None

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.batch import BatchScheduler
 from cacheflow.scheduling.frontier import Frontier
+from cacheflow.scheduling.order import COMPUTE
 from cacheflow.types import Claim, ComputeBatch, TileWork
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cacheflow.scheduling.policies import Policy
+    from cacheflow.scheduling.queue import Rank
     from cacheflow.scheduling.tiles import TileState
     from cacheflow.types import RequestSpec, Tile
 
@@ -196,14 +198,17 @@ class JointScheduler(BatchScheduler):
                     continue
                 work = frontier.asked_work(start if each == request_id else -1)
                 if work is not None:
-                    return ComputeBatch((self._hand_out(frontier, work, now),))
+                    rank = self._rank(frontier, COMPUTE, now)
+                    return ComputeBatch((self._hand_out(frontier, work, rank),))
         return super().next_compute(now)
 
     def _overtaken(self, frontier: Frontier, now: float) -> bool:
         """Never: how far work goes was agreed upon before it began."""
         return False
 
-    def _waits_for_first(self, frontier: Frontier, tile: Tile | None, now: float) -> bool:
+    def _waits_for_first(
+        self, frontier: Frontier, rank: Rank, tile: Tile | None, now: float
+    ) -> bool:
         """Never: the other ranks would wait too, without knowing what for."""
         return False
 

@@ -30,6 +30,9 @@ __all__ = ["NOTHING", "Ledger"]
 _Counted: TypeAlias = tuple[int, dict[str, int], dict[str, int], int]
 """What of a tile is in the sums: free cells, loadable by channel and by one alone, shared."""
 NOTHING: Final[_Counted] = (0, {}, {}, 0)
+_Marks: TypeAlias = tuple[bool, bool, bool, bool, bool]
+"""In which of the bitmaps of tiles a tile is: those below, in their order."""
+_UNMARKED: Final[_Marks] = (False, True, False, False, False)
 
 
 class Ledger:
@@ -102,13 +105,19 @@ class Ledger:
         ]
         self._suffix_work = [work(piece) for piece in spec.suffix]
         self.suffix_low = [0] * len(spec.suffix)
+        self._has_free = 0
+        """Tiles with free cells."""
         self._open = (1 << len(self.tiles)) - 1
         """Tiles that are not complete."""
-        self._has_free = 0
         self._running = 0
+        self._has_wanted = 0
+        """Tiles that some channel could be asked for."""
+        self._holes = 0
+        """Tiles that compute has to go on with, since something of them cannot be loaded."""
         self._front = [0] * spec.num_layers
         """Per layer: how many leading tiles are ready."""
         self._counted: list[_Counted] = [NOTHING] * len(self.tiles)
+        self._marked: list[_Marks] = [_UNMARKED] * len(self.tiles)
         for t in range(len(self.tiles)):
             self._recount(t)
         for work_of_piece in self._suffix_work:
@@ -152,10 +161,25 @@ class Ledger:
         state = self.tiles[t]
         shared = state.union - sum(state.only.values())
         self._count(t, (state.free.bit_count(), state.counts, state.only, shared))
-        bit = 1 << t
-        self._has_free = self._has_free | bit if state.free else self._has_free & ~bit
-        self._open = self._open & ~bit if state.complete else self._open | bit
-        self._running = self._running | bit if state.running else self._running & ~bit
+        marks = (
+            state.free > 0,
+            not state.complete,
+            state.running,
+            state.union > 0,
+            state.must > state.low,
+        )
+        if marks != self._marked[t]:
+            self._marked[t] = marks
+            self._mark(1 << t, *marks)
+
+    def _mark(
+        self, bit: int, free: bool, open_: bool, running: bool, wanted: bool, hole: bool
+    ) -> None:
+        self._has_free = self._has_free | bit if free else self._has_free & ~bit
+        self._open = self._open | bit if open_ else self._open & ~bit
+        self._running = self._running | bit if running else self._running & ~bit
+        self._has_wanted = self._has_wanted | bit if wanted else self._has_wanted & ~bit
+        self._holes = self._holes | bit if hole else self._holes & ~bit
 
     def _count(self, t: int, now: _Counted) -> None:
         """Put ``now`` in place of what the sums hold of the tile."""

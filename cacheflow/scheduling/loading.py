@@ -44,7 +44,7 @@ class Loading(Closing):
             return self._top_layer(channel, now)
         ending = self.ending(now)
         if ending is not None:
-            masks = {t: mask & self._allowed(t, channel) for t, mask in ending.loads.items()}
+            masks = {t: mask & self._allowed(t, channel) for t, mask in ending.loads().items()}
             masks = {t: mask for t, mask in masks.items() if mask}
             return self._lowest_layer(channel, masks) if masks else None
         held = self._held_back(channel, now) if self.policy.overlaps else {}
@@ -64,25 +64,24 @@ class Loading(Closing):
         the suffix: all once compute has left them, before that as many of the highest layers as
         arrive while the suffix is computed."""
         if self.leaves:
-            allowed = {t: self._allowed(t, channel) for t in self._free_tiles()}
-            return {t: mask for t, mask in allowed.items() if mask}
+            return self._allowed_from(0, channel)
         meeting = self._meeting_tile(now)
         if meeting is None:
             return {}
-        tiles = {t: self._allowed(t, channel) for t in self._free_tiles() if t >= meeting}
         stride = self._strides[channel] / self.spec.chunk_tokens
         room = self._overlap() * (self._outlook.channel(channel).bandwidth or 0.0) / stride
         if room < _LEAST_HELD * self.tiles[meeting].tile.width:
             return {}
+        allowed = self._allowed_from(meeting, channel)
+        sizes = [(mask, self.tiles[t].tile.width) for t, mask in allowed.items()]
         low, high = 0, self.spec.num_layers
         while low < high:
             middle = (low + high) // 2
-            tokens = sum(
-                (mask >> middle).bit_count() * self.tiles[t].tile.width for t, mask in tiles.items()
-            )
+            tokens = 0
+            for mask, width in sizes:
+                tokens += (mask >> middle).bit_count() * width
             low, high = (low, middle) if tokens <= room else (middle + 1, high)
-        held = {t: mask >> low << low for t, mask in tiles.items()}
-        return {t: mask for t, mask in held.items() if mask}
+        return {t: mask >> low << low for t, mask in allowed.items() if mask >> low}
 
     def _meeting_tile(self, now: float) -> int | None:
         """The tile in which compute is expected to leave the rest to loads; None where the suffix
@@ -93,7 +92,7 @@ class Loading(Closing):
         left = self.loads_left(now)
         if left is None or hidden < _PLANNED_SHARE * left:
             return None
-        if any(self.tiles[t].must > self.tiles[t].low for t in self._free_tiles()):
+        if self._holes & self._has_free:
             return None
         spent, rate = hidden, left / (self.free.linear or 1.0)
         for t in self._free_tiles():
@@ -125,6 +124,15 @@ class Loading(Closing):
             top += 1
         return Reach(t, Span(low, top), chunks, stride * (top - low))
 
+    def _allowed_from(self, first: int, channel: str) -> dict[int, int]:
+        """Free cells from tile ``first`` on that ``channel`` may load, by tile; tiles without any
+        left out."""
+        found = {}
+        for t in self._free_tiles():
+            if t >= first and (mask := self._allowed(t, channel)):
+                found[t] = mask
+        return found
+
     def _allowed(self, t: int, channel: str) -> int:
         state = self.tiles[t]
         if t < self.led or (self._whole_tiles and (state.low or state.running) and not state.must):
@@ -143,14 +151,19 @@ class Loading(Closing):
         return None
 
     def _load_order(self) -> Iterator[int]:
-        """Backward, but what a hole depends on before what lies behind it."""
-        holes = [t for t, state in enumerate(self.tiles) if state.must > state.low]
-        stop = len(self.tiles)
-        if not holes:
-            yield from range(stop - 1, -1, -1)
-            return
-        for first, end in zip([0, *holes], [*holes, stop], strict=True):
-            yield from range(end - 1, first - 1, -1)
+        """Tiles of which anything can be loaded: backward, but what a hole depends on before what
+        lies behind it."""
+        holes, wanted = self._holes, self._has_wanted >> self.led << self.led
+        while wanted:
+            # Up to the next hole, which is itself behind it.
+            below = (holes & -holes) - 1 if holes else -1
+            tiles = wanted & below
+            while tiles:
+                t = tiles.bit_length() - 1
+                tiles ^= 1 << t
+                yield t
+            wanted &= ~below
+            holes &= holes - 1 if holes else 0
 
     def _seconds_for(self, channel: str, masks: Mapping[int, int]) -> float:
         """What ``channel`` takes for these cells."""

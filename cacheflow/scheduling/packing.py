@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.scheduling.frontier import Frontier
+    from cacheflow.scheduling.queue import Rank
     from cacheflow.types import TileWork
 
 __all__ = ["Packing"]
@@ -33,15 +34,16 @@ class Packing(Ranking):
         if work is None:
             self._park_compute(frontier, now)
             return None
-        if not is_first and self._waits_for_first(frontier, work.tile, now):
+        rank = self._rank(frontier, COMPUTE, now)
+        if not is_first and self._waits_for_first(frontier, rank, work.tile, now):
             return None
-        return self._hand_out(frontier, work, now)
+        return self._hand_out(frontier, work, rank)
 
-    def _hand_out(self, frontier: Frontier, work: TileWork, now: float) -> TileWork:
+    def _hand_out(self, frontier: Frontier, work: TileWork, rank: Rank) -> TileWork:
         request_id = frontier.spec.id
         frontier.begin(work)
         frontier.computing = True
-        frontier.taken_at = self._rank(frontier, COMPUTE, now)
+        frontier.taken_at = rank
         frontier.turn_compute_away(False)
         self._compute.drop(request_id)
         self._wake.pop(request_id, None)
@@ -82,7 +84,7 @@ class Packing(Ranking):
             elif work.first_layer != works[0].first_layer or work.tile.width > self._room(works):
                 return None
             else:
-                return self._hand_out(frontier, work, now)
+                return self._hand_out(frontier, work, self._rank(frontier, COMPUTE, now))
         return None
 
     def _joins_pass(self, work: TileWork, layer: int) -> bool:

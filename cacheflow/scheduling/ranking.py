@@ -260,15 +260,18 @@ class Ranking:
 
     def _gives_way(self, frontier: Frontier, now: float) -> bool:
         """Whether compute leaves off between two layers for somebody more urgent."""
-        return self._overtaken(frontier, now) or self._waits_for_first(frontier, None, now)
+        if self._overtaken(frontier, now):
+            return True
+        return self._waits_for_first(frontier, frontier.taken_at, None, now)
 
-    def _waits_for_first(self, frontier: Frontier, tile: Tile | None, now: float) -> bool:
+    def _waits_for_first(
+        self, frontier: Frontier, rank: Rank, tile: Tile | None, now: float
+    ) -> bool:
         """Whether the suffix of the most urgent request that compute has turned away from is so
-        close that no layer of ``frontier``'s ``tile`` (of what it is at) is begun before it."""
+        close that no layer of ``frontier``'s ``tile`` (of what it is at) is begun before it.
+        ``rank``: of ``frontier``."""
         parked = self._compute.parked()
-        if parked is None or parked[1] == frontier.spec.id:
-            return False
-        if parked[0] >= (frontier.taken_at if tile is None else self._rank(frontier, COMPUTE, now)):
+        if parked is None or parked[1] == frontier.spec.id or parked[0] >= rank:
             return False
         work = None if tile is None else self._outlook.compute.layer_seconds(tile)
         cost = frontier.layer_cost if work is None else work

@@ -133,7 +133,20 @@ class TileState:
         missing = self.full if self.passing else self.full & ~(loadable | self.ready)
         self.must = max(missing.bit_length(), self.asked)
         floor = max(self.low, self.must)
-        self._want((loadable & ~self.ready) >> floor << floor)
+        usable = (loadable & ~self.ready) >> floor << floor
+        first = self.parts[0]
+        if len(self.parts) == 1 and len(first.sources) == 1:  # nearly always
+            self._want_one(first, usable)
+        else:
+            self._want(usable)
+
+    def _want_one(self, part: Part, usable: int) -> None:
+        """:meth:`_want` of a tile in one piece that one channel has."""
+        ((channel, layers),) = part.sources.items()
+        found = layers & usable & ~(part.loaded | part.in_flight)
+        self.union = found.bit_count() * len(part.chunks)
+        self.wanted = {channel: found} if found else {}
+        self.counts = self.only = {channel: self.union} if found else {}
 
     def _want(self, usable: int) -> None:
         self.wanted, self.counts, self.only, self.union = {}, {}, {}, 0

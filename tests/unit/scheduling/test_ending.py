@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheflow.scheduling.ending import Ending, best_meeting
+from cacheflow.scheduling.ending import Ending
 from tests.unit.scheduling.oracle import Job, ttft_optimum
 from tests.unit.scheduling.test_oracle import draw, play
 
@@ -34,9 +34,16 @@ def test_the_best_meeting_is_found(data: st.DataObject, tiles: int, layers: int)
     cost; and no plan at all does where the order of compute is the best one."""
     compute = data.draw(st.lists(seconds, min_size=tiles, max_size=tiles).map(sorted))
     load, suffix = data.draw(seconds), data.draw(seconds)
-    cells = [(cost, load, layer) for cost in compute for layer in range(layers)]
-    known = Ending(0.0, 0.0, {}, 0, layers, suffix)
-    count = best_meeting(cells, known)
+    rests = [suffix * (layers - layer) for layer in range(layers)]
+    ending = Ending(
+        [(cost, load, rest) for cost in compute for rest in rests],
+        compute_free=0.0,
+        channel_free=0.0,
+        landed=0.0,
+        suffix=rests[0],
+    )
+    count = ending.meeting()
+    assert ending.computes() is (count > 0)
     job = Job(
         tuple((cost,) * layers for cost in compute), ((load,) * layers,) * tiles, (suffix,) * layers
     )
@@ -51,11 +58,25 @@ def test_the_best_meeting_is_found(data: st.DataObject, tiles: int, layers: int)
 def test_what_is_under_way_counts() -> None:
     """A layer that lands late keeps the suffix waiting whoever takes the rest, so compute leaves
     all of the rest to the channel."""
-    cells = [(1.0, 1.0, 2), (1.0, 1.0, 3)]
-    assert best_meeting(cells, Ending(0.0, 0.0, {}, 0, 4, 0.1)) == 1
-    assert best_meeting(cells, Ending(0.0, 2.0, {1: 9.0}, 0, 4, 0.1)) == 0
-    assert best_meeting(cells, Ending(5.0, 0.0, {}, 0, 4, 0.1)) == 0
-    assert best_meeting(cells, Ending(0.0, 30.0, {}, 0, 4, 0.1)) == 2
+
+    def meeting(
+        *, compute_free: float = 0.0, channel_free: float = 0.0, landed: float = 0.0
+    ) -> int:
+        cells = [(1.0, 1.0, 0.2), (1.0, 1.0, 0.1)]
+        ending = Ending(
+            cells,
+            compute_free=compute_free,
+            channel_free=channel_free,
+            landed=landed,
+            suffix=0.4,
+        )
+        assert ending.computes() is (ending.meeting() > 0)
+        return ending.meeting()
+
+    assert meeting() == 1
+    assert meeting(channel_free=2.0, landed=9.3) == 0
+    assert meeting(compute_free=5.0) == 0
+    assert meeting(channel_free=30.0) == 2
 
 
 @pytest.mark.parametrize("seed", [1, 35, 44, 53])
