@@ -347,7 +347,8 @@ class ChannelModel:
     def _head(self) -> tuple[int, float]:
         """Bytes of the oldest load, and how long after the last progress its latency still ran."""
         head: int = next(iter(self._in_flight.values()))
-        return head, max(self._oldest() + self._latency - self._progress, 0.0)
+        stall = self._oldest() + self._latency - self._progress
+        return head, stall if stall > 0.0 else 0.0
 
     def _oldest(self) -> float:
         return next(iter(self._begun.values()))[0]

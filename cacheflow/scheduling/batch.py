@@ -329,7 +329,7 @@ class BatchScheduler(Packing):
                 return None
             parked, waiting = queue.parked(), queue.waiting()
             if parked is not None and (waiting is None or parked < waiting):
-                load = self._ask_channel(channel, queue, parked, now, is_first=True)
+                load = self._ask_channel(channel, queue, parked, now, None, is_first=True)
                 if load is not None:
                     return load
             while (waiting := queue.waiting()) is not None:
@@ -338,7 +338,7 @@ class BatchScheduler(Packing):
                 if not self._outlook.has_room(channel, left):
                     return None
                 is_first = parked is None or waiting < parked
-                load = self._ask_channel(channel, queue, waiting, now, is_first=is_first)
+                load = self._ask_channel(channel, queue, waiting, now, left, is_first=is_first)
                 if load is not None:
                     return load
         return None
@@ -374,12 +374,19 @@ class BatchScheduler(Packing):
                 self._changed(frontier, now)
 
     def _ask_channel(
-        self, channel: str, queue: Queue, entry: tuple[Rank, str], now: float, *, is_first: bool
+        self,
+        channel: str,
+        queue: Queue,
+        entry: tuple[Rank, str],
+        now: float,
+        left: float | None,
+        *,
+        is_first: bool,
     ) -> Load | None:
         rank, request_id = entry
         frontier = self._requests[request_id]
         frontier.is_first_to_load = is_first
-        reach = frontier.next_reach(channel, now)
+        reach = frontier.next_reach(channel, now, left)
         if reach is None:
             queue.park(request_id, rank)
             frontier.turn_away(channel, True)

@@ -13,8 +13,6 @@ from cacheflow.scheduling.ending import Ending
 from cacheflow.scheduling.feeding import Feeding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cacheflow.scheduling.ending import Cell
 
 __all__ = ["Closing", "Plan"]
@@ -62,24 +60,37 @@ class Closing(Feeding):
             return None
         places: list[tuple[int, int]] = []
         cells: list[Cell] = []
-        for t, layer, compute, load in self._free_cells(
-            self._strides[channels[0]], model.bandwidth
-        ):
-            places.append((t, layer))
-            cells.append((compute, load, self._suffix_from(layer, suffix)))
-        landed = 0.0
-        for flight in self._flights.values():
-            when = self._lands_in(flight, now) + self._suffix_from(flight.layers.start, suffix)
-            if when > landed:
-                landed = when
+        low, layers = self.suffix_low[0], self.spec.num_layers
+        for t in self._free_tiles():
+            state = self.tiles[t]
+            cost = self._outlook.layer_seconds(state.work) or 0.0
+            load = state.tile.width // self.spec.chunk_tokens * self._strides[channels[0]]
+            load /= model.bandwidth
+            free, below = state.free, state.low
+            while free:
+                layer = (free & -free).bit_length() - 1
+                free &= free - 1
+                rest = (layers - (layer if layer > low else low)) * suffix
+                places.append((t, layer))
+                cells.append((cost * (layer + 1 - below), load, rest))
+                below = layer + 1
         ending = Ending(
             cells,
             compute_free=self._outlook.current_left(now),
             channel_free=model.left(model.in_flight_bytes, now) or 0.0,
-            landed=landed,
-            suffix=self._suffix_from(0, suffix),
+            landed=self._landed(suffix, now),
+            suffix=(layers - low) * suffix,
         )
         return Plan(places, ending)
+
+    def _landed(self, suffix_layer: float, now: float) -> float:
+        """Seconds until the suffix would end if it waited for nothing but what is under way."""
+        landed, low = 0.0, self.suffix_low[0]
+        for flight in self._flights.values():
+            first = flight.layers.start
+            rest = (self.spec.num_layers - (first if first > low else low)) * suffix_layer
+            landed = max(landed, self._lands_in(flight, now) + rest)
+        return landed
 
     @property
     def _decides_alone(self) -> bool:
@@ -89,22 +100,3 @@ class Closing(Feeding):
         if self._pools and self._outlook.requests > 1:
             return False
         return self.is_first_to_load and self.is_first_to_compute
-
-    def _suffix_from(self, layer: int, each: float) -> float:
-        """Seconds of the suffix from ``layer`` on, or from where it stands; ``each``: of one."""
-        low = self.suffix_low[0]
-        return (self.spec.num_layers - (layer if layer > low else low)) * each
-
-    def _free_cells(self, stride: int, bandwidth: float) -> Iterator[tuple[int, int, float, float]]:
-        """Tile, layer, seconds to compute and to load of every free cell, in the order of
-        compute."""
-        for t in self._free_tiles():
-            state = self.tiles[t]
-            cost = self._outlook.layer_seconds(state.work) or 0.0
-            load = state.tile.width // self.spec.chunk_tokens * stride / bandwidth
-            free, below = state.free, state.low
-            while free:
-                layer = (free & -free).bit_length() - 1
-                free &= free - 1
-                yield t, layer, cost * (layer + 1 - below), load
-                below = layer + 1

@@ -31,9 +31,9 @@ _LEAST_HELD: Final = 2
 class Loading(Closing):
     """A request as channels see it."""
 
-    def next_reach(self, channel: str, now: float) -> Reach | None:
+    def next_reach(self, channel: str, now: float, left: float | None = None) -> Reach | None:
         """What ``channel`` should be asked for next: an activation that compute is about to need,
-        else cells from the back."""
+        else cells from the back. ``left``: :meth:`loads_left`, if it was just asked for."""
         if self.cancelled or channel not in self._strides:
             return None
         if self.spec.fed and (feed := self.next_feed(channel, now)) is not None:
@@ -47,7 +47,7 @@ class Loading(Closing):
             masks = {t: mask & self._allowed(t, channel) for t, mask in ending.loads().items()}
             masks = {t: mask for t, mask in masks.items() if mask}
             return self._lowest_layer(channel, masks) if masks else None
-        held = self._held_back(channel, now) if self.policy.overlaps else {}
+        held = self._held_back(channel, now, left) if self.policy.overlaps else {}
         if held and self.leaves:
             return self._lowest_layer(channel, held)
         for t in self._load_order():
@@ -59,13 +59,13 @@ class Loading(Closing):
                 break  # Compute has the rest sooner; what is held back waits for nothing else.
         return self._lowest_layer(channel, held) if held else None
 
-    def _held_back(self, channel: str, now: float) -> dict[int, int]:
+    def _held_back(self, channel: str, now: float, left: float | None) -> dict[int, int]:
         """Cells by tile that come last and from the lowest layer up, because they can hide behind
         the suffix: all once compute has left them, before that as many of the highest layers as
         arrive while the suffix is computed."""
         if self.leaves:
             return self._allowed_from(0, channel)
-        meeting = self._meeting_tile(now)
+        meeting = self._meeting_tile(now, left)
         if meeting is None:
             return {}
         stride = self._strides[channel] / self.spec.chunk_tokens
@@ -83,13 +83,14 @@ class Loading(Closing):
             low, high = (low, middle) if tokens <= room else (middle + 1, high)
         return {t: mask >> low << low for t, mask in allowed.items() if mask >> low}
 
-    def _meeting_tile(self, now: float) -> int | None:
+    def _meeting_tile(self, now: float, left: float | None) -> int | None:
         """The tile in which compute is expected to leave the rest to loads; None where the suffix
         is too short to plan for."""
         if not (self.is_first_to_load and self.is_first_to_compute and self._has_free):
             return None
         hidden = self._overlap()
-        left = self.loads_left(now)
+        if left is None:
+            left = self.loads_left(now)
         if left is None or hidden < _PLANNED_SHARE * left:
             return None
         if self._holes & self._has_free:
