@@ -60,12 +60,12 @@ class Closing(Feeding):
             return None
         places: list[tuple[int, int]] = []
         cells: list[Cell] = []
+        chunk_seconds = self._strides[channels[0]] / model.bandwidth
         low, layers = self.suffix_low[0], self.spec.num_layers
         for t in self._free_tiles():
             state = self.tiles[t]
             cost = self._outlook.layer_seconds(state.work) or 0.0
-            load = state.tile.width // self.spec.chunk_tokens * self._strides[channels[0]]
-            load /= model.bandwidth
+            load = state.tile.width // self.spec.chunk_tokens * chunk_seconds
             free, below = state.free, state.low
             while free:
                 layer = (free & -free).bit_length() - 1
