@@ -1,8 +1,10 @@
 """LMCache 0.5.6 beside CacheFlow: the same vLLM, prompts and disk; seconds to the first token.
 
 Each of the two stores some prompts in a folder, and is stopped. Started again, it answers them from
-the disk, and once more from memory. LMCache runs as on a CPU it can: its server in a process of its
-own, with a memory tier over a folder. CacheFlow has the same: a memory tier over a folder.
+the disk (nothing is left in the page cache), and once more from memory. Started a third time, its
+processes may read from that disk at a *balanced* bandwidth only, at which loading a prompt takes as
+long as computing it took. LMCache runs as on a CPU it can: its server in a process of its own, with
+a memory tier over a folder. CacheFlow has the same: a memory tier over a folder.
 
     make bench-lmcache                           # 4,096 tokens, nine prompts
     make bench-lmcache ARGS=--quick
@@ -21,10 +23,12 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_engine import BLOCK, Engine, arguments, smollm2
+from limited_folder import forget, limited_reads, why_not
+from vllm_engine import BLOCK, VOCABULARY, Engine, arguments, quick_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,58 +45,103 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arguments(parser)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=4096, help="of a stored prompt")
     parser.add_argument("--prompts", type=int, default=9)
     options = parser.parse_args()
-    options.model = options.model or smollm2()
     if options.quick:
         options.tokens, options.prompts = 1024, 3
     chance = random.Random(2)
     length = options.tokens // BLOCK * BLOCK + SUFFIX
-    prompts = [chance.choices(range(1000, 40000), k=length) for _ in range(options.prompts)]
-    rows = {}
+    prompts = [chance.choices(range(VOCABULARY), k=length) for _ in range(options.prompts)]
+    rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
+        options.model = options.model or quick_llama(Path(folder) / "model")
+        reason = why_not(Path(folder))
+        bandwidth = None
         for name, peer in (("LMCache", lmcache), ("CacheFlow", cacheflow)):
-            rows[name] = measure(peer, Path(folder) / name, prompts, options)
+            measured = Measured(peer, Path(folder) / name, prompts, options)
+            rows[name] = measured.disk()
+            if not reason:
+                # The same link for both: what the first of them needs for its balance.
+                bandwidth = bandwidth or measured.balance(rows[name]["cold_s"])
+                rows[name] |= measured.link(bandwidth)
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps({"bandwidth": bandwidth, **rows}, indent=2))
         return
-    print(f"{'':12}{'computed':>12}{'from disk':>12}{'in memory':>12}{'cached':>10}")
+    show(rows, bandwidth, reason)
+
+
+def show(rows: dict[str, dict[str, Any]], bandwidth: float | None, reason: str) -> None:
+    """The table, and who is ahead."""
+    columns = {"cold_s": "computed", "disk_s": "from disk", "memory_s": "in memory"}
+    if bandwidth is not None:
+        columns["link_s"] = "balanced"
+    print(" " * 12 + "".join(f"{title:>12}" for title in columns.values()) + f"{'cached':>10}")
     for name, row in rows.items():
-        cells = "".join(f"{row[key]:12.3f}" for key in ("cold_s", "disk_s", "memory_s"))
+        cells = "".join(f"{row[key]:12.3f}" for key in columns)
         print(f"{name:12}{cells}{row['cached']:10d}")
-    ratio = rows["CacheFlow"]["disk_s"] / rows["LMCache"]["disk_s"]
-    print(f"CacheFlow from disk: {ratio:.2f} of LMCache: {'yes' if ratio <= 1.0 else 'NO'}")
+    print(f"balanced: {bandwidth / 1e6:.1f} MB/s" if bandwidth else f"balanced: not run, {reason}")
+    ours, theirs = rows["CacheFlow"], rows["LMCache"]
+    for key in [key for key in ("disk_s", "link_s") if key in columns]:
+        ratio = ours[key] / theirs[key]
+        print(f"CacheFlow {columns[key]}: {ratio:.2f} of LMCache: {'yes' if ratio <= 1 else 'NO'}")
 
 
-def measure(
-    peer: Any, folder: Path, prompts: list[list[int]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Medians over the prompts, each asked once cold, once after a restart, and once more."""
-    folder.mkdir()
-    engine_options = {
-        "dtype": options.dtype,
-        "max_model_len": len(prompts[0]) + BLOCK,
-        "max_num_batched_tokens": len(prompts[0]) + BLOCK,
-        "max_num_seqs": 4,
-    }
-    with peer(folder, options.model, engine_options) as engine:
-        cold = [engine.first_token(prompt, "adaptive") for prompt in prompts]
-        _wait_until_quiet(folder / "store")
-    with peer(folder, options.model, engine_options) as engine:
-        engine.first_token(prompts[0][:40], "adaptive")  # the first step of all takes longer
-        disk, cached = [], []
-        for prompt in prompts:
-            disk.append(engine.first_token(prompt, "adaptive"))
-            cached.append(engine.last_cached)
-        memory = [engine.first_token(prompt, "adaptive") for prompt in prompts]
-    return {
-        "cold_s": round(statistics.median(cold), 4),
-        "disk_s": round(statistics.median(disk), 4),
-        "memory_s": round(statistics.median(memory), 4),
-        "cached": min(cached),
-    }
+@dataclass(frozen=True)
+class Measured:
+    """One of the two, its folder, and the prompts it is asked; figures are medians over these."""
+
+    peer: Any
+    folder: Path
+    prompts: list[list[int]]
+    options: argparse.Namespace
+
+    def disk(self) -> dict[str, Any]:
+        """Each prompt asked once cold, once after a restart, and once more."""
+        self.folder.mkdir()
+        with self._engine() as engine:
+            cold = [engine.first_token(prompt, "adaptive") for prompt in self.prompts]
+            _wait_until_quiet(self.folder / "store")
+        disk, cached, memory = self._ask(again=True)
+        return {
+            "cold_s": round(statistics.median(cold), 4),
+            "disk_s": round(statistics.median(disk), 4),
+            "memory_s": round(statistics.median(memory), 4),
+            "cached": min(cached),
+        }
+
+    def balance(self, seconds: float) -> float:
+        """Bytes a second at which a stored prompt takes ``seconds`` to read."""
+        files = [path for path in (self.folder / "store").rglob("*") if path.is_file()]
+        return sum(path.stat().st_size for path in files) / len(self.prompts) / seconds
+
+    def link(self, bandwidth: float) -> dict[str, Any]:
+        """Each prompt asked once more after another restart, with reads limited."""
+        with limited_reads(self.folder, bandwidth):
+            link, _, _ = self._ask(again=False)
+        return {"link_s": round(statistics.median(link), 4)}
+
+    def _ask(self, *, again: bool) -> tuple[list[float], list[int], list[float]]:
+        with self._engine() as engine:
+            engine.first_token(self.prompts[0][:40], "adaptive")  # the first of all takes longer
+            forget(self.folder / "store")
+            seconds, cached = [], []
+            for prompt in self.prompts:
+                seconds.append(engine.first_token(prompt, "adaptive"))
+                cached.append(engine.last_cached)
+            twice = self.prompts if again else ()
+            return seconds, cached, [engine.first_token(prompt, "adaptive") for prompt in twice]
+
+    def _engine(self) -> Any:
+        longest = len(self.prompts[0]) + BLOCK
+        engine_options = {
+            "dtype": self.options.dtype,
+            "max_model_len": longest,
+            "max_num_batched_tokens": longest,
+            "max_num_seqs": 4,
+        }
+        return self.peer(self.folder, self.options.model, engine_options)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class BatchScheduler(Packing):
             else:
                 frontier.fill(tiles)
             frontier.held = True
-            self._changed(frontier, now, own=not frontier.owns_shared)
+            self._changed(frontier, now)
             self._let_in(now)
             self.held_back += frontier.held
 
@@ -95,7 +95,7 @@ class BatchScheduler(Packing):
                     frontier.plan(*self._backlog(frontier))
                 now = self._clock.now()
                 self._lead_if_more_urgent(frontier, now)
-                self._changed(frontier, now, own=not frontier.owns_shared)
+                self._changed(frontier, now)
 
     def raise_priority(self, request_id: str, priority: int) -> None:
         """Somebody waits for a request that was admitted at a lower priority."""

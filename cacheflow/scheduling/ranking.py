@@ -135,10 +135,12 @@ class Ranking:
             for member in waiting:
                 self._lead_if_more_urgent(member, now)
 
-    def _changed(self, frontier: Frontier, now: float, *, own: bool = False) -> None:
+    def _changed(self, frontier: Frontier, now: float, *, own: bool | None = None) -> None:
         """Something of the request ended or became known: every resource may want it again, and
-        those that wait for its cells. ``own``: it is nothing to those, only to whom it waits for
-        itself, who are as urgent as it is."""
+        those that wait for its cells. ``own``: it is nothing to those (None: nobody does), only to
+        whom it waits for itself, who are as urgent as it is."""
+        if own is None:
+            own = not frontier.owns_shared
         changed = frontier.family
         if own:
             restoring = frontier.family if frontier.leans else ()
@@ -216,7 +218,7 @@ class Ranking:
         tokens = self._inside[frontier.spec.id] = self._own_tokens(frontier)
         self._tokens_inside += tokens
         self._lead_if_more_urgent(frontier, now)
-        self._changed(frontier, now, own=not frontier.owns_shared)
+        self._changed(frontier, now)
 
     def _own_tokens(self, frontier: Frontier) -> int:
         """Tokens of its prompt whose KV no other request holds."""
