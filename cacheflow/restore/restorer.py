@@ -236,8 +236,10 @@ class Restorer:
             # What was looked up is what the shorter prompt could have restored.
             keys = job.request.keys[: job.spec.prefix_tokens // job.spec.chunk_tokens]
             job.request = replace(job.request, tokens=tokens, keys=keys)
-            if job.admitted:  # else it is laid out then
+            if job.admitted:
                 job.spec = self.scheduler.lengthen(request_id, len(tokens), self.recomputer.grid)
+            else:
+                job.spec = self._admission.spec(job.request)
             return True
         except (CapacityError, ConfigError, ClosedError):
             return False

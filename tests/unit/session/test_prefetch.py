@@ -185,6 +185,38 @@ async def test_a_turn_joins_a_prefetch_that_is_still_looking(opened: Opened) -> 
         assert seen == [7]
 
 
+async def test_a_turn_joins_a_prefetch_whose_store_does_not_answer(opened: Opened) -> None:
+    """Nothing is known of what is stored when the restore begins: all of the longer prompt is
+    computed nevertheless, its last token above all."""
+    async with opened() as play:
+        session, go = await stored(play), asyncio.Event()
+        asked, admitted = asyncio.Event(), asyncio.Event()
+        specs: list[Any] = []
+        scheduler: Any = play.flow.restorer.scheduler
+        admit = scheduler.admit
+
+        async def look() -> None:
+            asked.set()
+            await go.wait()
+
+        def watched(spec: Any, *arguments: Any, **options: Any) -> None:
+            specs.append(spec)
+            admit(spec, *arguments, **options)
+            admitted.set()
+
+        play.store.before_lookup = look
+        scheduler.admit = watched
+        prefetch = asyncio.create_task(session.prefetch(policy="adaptive"))
+        await asked.wait()
+        prompt = [*session.tokens, *prompt_of(20, 1)]
+        turn = asyncio.create_task(play.ask(session, prompt))
+        await admitted.wait()  # although nobody has answered
+        go.set()
+        await asyncio.gather(prefetch, turn)
+        assert [spec.total_tokens for spec in specs] == [len(prompt)]
+        assert specs[0].suffix[-1].stop == len(prompt)
+
+
 async def test_a_turn_with_another_prompt_ends_a_prefetch(opened: Opened) -> None:
     """Whoever waits for the prefetch is told nothing: it was advice."""
     async with opened() as play:
