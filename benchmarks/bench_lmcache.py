@@ -66,6 +66,7 @@ def main() -> None:
                 # The same link for both: what the first of them needs for its balance.
                 bandwidth = bandwidth or measured.balance(rows[name]["cold_s"])
                 rows[name] |= measured.link(bandwidth)
+            print(f"{name}: {rows[name]}", file=sys.stderr)  # it takes minutes to get here
     if options.json:
         print(json.dumps({"bandwidth": bandwidth, **rows}, indent=2))
         return

@@ -7,7 +7,7 @@ root and a real disk below the folder.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -59,12 +59,17 @@ def limited_reads(folder: Path, bandwidth: float) -> Iterator[None]:
         else:
             (group / "io.max").write_text(f"{device} rbps={int(bandwidth)}")
         (group / "cgroup.procs").write_text(str(os.getpid()))
-        try:
-            yield
-        finally:
-            (root / "cgroup.procs").write_text(str(os.getpid()))
+        yield
     finally:
-        group.rmdir()
+        _leave(root, group)
+
+
+def _leave(root: Path, group: Path) -> None:
+    """Move everybody out: helpers of this process, like multiprocessing's, may still be there."""
+    for process in (group / "cgroup.procs").read_text().split():
+        with suppress(ProcessLookupError):
+            (root / "cgroup.procs").write_text(process)
+    group.rmdir()
 
 
 def _groups() -> tuple[Path, Path]:
