@@ -1,7 +1,7 @@
 """A store whose speed and faults are steered from another process, through a small JSON file.
 
-For engines that open their tiers in a process of their own, like vLLM's workers. Objects lie in
-memory; :func:`install` registers the backend as ``steered``.
+For engines that open their tiers in processes of their own, like vLLM's workers. Objects lie in
+memory, or in a folder; :func:`install` registers the backend as ``steered``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ def steer(control: Path, **wishes: float | str) -> None:
     """``seconds`` to load an object (one after the other; a part of one takes its share),
     ``fail_after`` so many loads (-1: never) the next ``fail_count`` (all), how to fail (``fault``:
     "error", "corrupt" or "hang"), ``lookup`` seconds, ``stores`` ("full" or "failed": how they
-    end), ``clear`` (a new number empties the store)."""
+    end), ``clear`` (a new number empties the store). ``head``: all that only for objects whose
+    first KV head this is, which one of several ranks has."""
     temporary = control.with_suffix(".new")
     temporary.write_text(json.dumps(wishes))
     temporary.replace(control)
 
 
 class SteeredStore(StorageBackend):
-    """``options``: ``control``, the file's path."""
+    """``options``: ``control``, the file's path; ``path``: of the folder, if there is to be one."""
 
     name: ClassVar[str] = "steered"
 
@@ -63,7 +64,10 @@ class SteeredStore(StorageBackend):
 
     @classmethod
     async def open(cls, options: Mapping[str, object]) -> Self:
-        inner = await load_backend("dram").open({"capacity_bytes": 8 << 30})
+        if "path" in options:
+            inner = await load_backend("nvme").open({"path": options["path"]})
+        else:
+            inner = await load_backend("dram").open({"capacity_bytes": 8 << 30})
         return cls(inner, Path(str(options["control"])))
 
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
@@ -83,6 +87,9 @@ class SteeredStore(StorageBackend):
 
     async def _load(self, read: Read) -> TransferResult:
         wishes = await self._wishes()
+        if not _is_meant(wishes, read.key):
+            async for result in self.inner.load([read]):
+                return result
         loop = asyncio.get_running_loop()
         seconds = float(wishes.get("seconds", 0.0)) * await self._share(read)
         self._free_at = max(self._free_at, loop.time()) + seconds
@@ -115,12 +122,14 @@ class SteeredStore(StorageBackend):
             self._free_at = 0.0
         if wishes.get("clear", 0) != (self._cleared or 0):
             self._cleared = wishes.get("clear", 0)
-            await self.inner.delete([info.key async for info in self.inner.scan()])
+            there = [info.key async for info in self.inner.scan()]
+            await self.inner.delete([key for key in there if _is_meant(wishes, key)])
         return wishes
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
-        status = TransferStatus(str((await self._wishes()).get("stores", "ok")))
-        if status is TransferStatus.OK:
+        wishes = await self._wishes()
+        status = TransferStatus(str(wishes.get("stores", "ok")))
+        if status is TransferStatus.OK or not all(_is_meant(wishes, w.info.key) for w in writes):
             return await self.inner.store(writes)
         error = BackendError("steered not to store", operation="store", is_temporary=True)
         return [TransferResult(write, status, 0, 0.0, error) for write in writes]
@@ -137,6 +146,10 @@ class SteeredStore(StorageBackend):
 
     async def aclose(self) -> None:
         await self.inner.aclose()
+
+
+def _is_meant(wishes: Mapping[str, float | str], key: ObjectKey) -> bool:
+    return wishes.get("head", key.heads.start) == key.heads.start
 
 
 def _spoiled(result: TransferResult, fault: str) -> TransferResult:

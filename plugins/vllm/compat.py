@@ -61,6 +61,13 @@ TOUCHED: Final[dict[str, tuple[str, ...]]] = {
     f"{_CONNECTOR}.update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),
     f"{_CONNECTOR}.wait_for_layer_load": ("self", "layer_name"),
     f"{_CONNECTOR}.wait_for_save": ("self",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata.aggregate": (
+        *("self", "other"),
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate": (
+        *("self", "outputs", "output_rank"),
+    ),
+    "vllm.distributed.parallel_state:get_tensor_model_parallel_rank": (),
     "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": (
         *("dtype", "block_size", "head_size", "kv_cache_dtype"),
     ),

@@ -1,6 +1,6 @@
 """vLLM's KV connector over CacheFlow: the two halves, and the doors vLLM knows them by.
 
-In the engine core it holds the ``Desk``, in the worker the ``Depot``; each method passes on to one
+In the engine core it holds the ``Desk``, in each worker a ``Depot``; each method passes on to one
 of them. Where the model or the set-up is of a kind that cannot be restored exactly, one line says
 so and every request passes through untouched.
 """
@@ -8,11 +8,8 @@ so and every request passes through untouched.
 from __future__ import annotations
 
 import logging
-import os
-import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,52 +17,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from cacheflow.clock import SystemClock
-from cacheflow.costs import COSTS_FILE, ComputeModel, CostStore, compute_key
 from cacheflow.errors import ConfigError
-from cacheflow.kv import model_id
-from cacheflow.plugins.vllm.blocks import BlockMemory
-from cacheflow.plugins.vllm.compat import check, installed_version
-from cacheflow.plugins.vllm.depot import Depot
-from cacheflow.plugins.vllm.desk import Desk
-from cacheflow.plugins.vllm.keyring import Keyring
+from cacheflow.plugins.vllm.compat import check
+from cacheflow.plugins.vllm.halves import keep_costs, make_depot, make_desk, numbered
+from cacheflow.plugins.vllm.messages import StepOrders, StepReport
 from cacheflow.plugins.vllm.metrics import CacheFlowPromMetrics, CacheFlowStats
 from cacheflow.plugins.vllm.model import Model, describe
-from cacheflow.plugins.vllm.pins import Pins
-from cacheflow.plugins.vllm.records import Orders, Report
-from cacheflow.plugins.vllm.restores import Limits
-from cacheflow.plugins.vllm.saver import Provenance
-from cacheflow.plugins.vllm.saves import SaveBook
-from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE, VllmSettings
+from cacheflow.plugins.vllm.records import Orders
+from cacheflow.plugins.vllm.settings import VllmSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CacheFlowConnector", "StepOrders", "StepReport"]
+    import torch
 
-_THIS_VLLM: Final = f"vllm={installed_version()};threads={os.cpu_count()}"
-"""Under which compute costs are kept, beside the model's identity."""
+    from cacheflow.plugins.vllm.depot import Depot
+    from cacheflow.plugins.vllm.desk import Desk
+
+__all__ = ["CacheFlowConnector"]
+
 _log = logging.getLogger("vllm.cacheflow")  # vLLM shows what is logged below its own name
-
-
-class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """Orders on their way to the worker."""
-
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
-
-
-class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A report on its way back."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """There is one worker: more are refused at the start."""
-        raise NotImplementedError("CacheFlow runs with one worker")
 
 
 class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -82,6 +55,7 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.settings = VllmSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self.desk: Desk | None = None
         self.depot: Depot | None = None
+        self._rank = 0
         self._requests: dict[str, Any] = {}
         self._layers: dict[str, int] = {}
         """A layer's name -> its number."""
@@ -108,39 +82,7 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._model is None:
             return
-        layout, settings, config = self._model.layout, self.settings, self._vllm_config
-        staged = int(settings.staging_bytes * OUTSIDE_SHARE) // layout.payload_bytes()
-        self.desk = Desk(
-            settings=settings,
-            limits=Limits(
-                block=layout.chunk_tokens,
-                budget=config.scheduler_config.max_num_batched_tokens,
-                staged_blocks=staged,
-                layers=layout.num_layers,
-                shares=bool(config.cache_config.enable_prefix_caching),
-            ),
-            keyring=Keyring(self._model.identity, settings.salt_bytes, layout.chunk_tokens),
-            book=SaveBook(layout.chunk_tokens),
-            costs=self._learned(self._model),
-            clock=SystemClock(),
-            pins=Pins(kv_cache_manager.block_pool),
-            cache=kv_cache_manager,
-        )
-
-    def _learned(self, model: Model) -> ComputeModel:
-        """Compute costs, as far as earlier processes left them."""
-        costs = ComputeModel(*model.flops)
-        if self.settings.keep_costs:
-            store = CostStore(self.settings.cache_dir / COSTS_FILE)
-            if (profile := store.compute(compute_key(model.identity, _THIS_VLLM))) is not None:
-                costs.prime(profile)
-        return costs
-
-    def _keep(self, desk: Desk, model: Model) -> None:
-        profile = desk.costs.profile()
-        if self.settings.keep_costs and profile is not None:
-            key = compute_key(model.identity, _THIS_VLLM)
-            CostStore(self.settings.cache_dir / COSTS_FILE).save({key: profile}, {})
+        self.desk = make_desk(self.settings, self._model, self._vllm_config, kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
@@ -170,7 +112,7 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         news = connector_output.kv_connector_worker_meta
         if self.desk is not None and isinstance(news, StepReport):
-            self.desk.heard(news.report)
+            self.desk.heard(news.reports)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -200,28 +142,10 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         if self._model is None:
             return
-        layout = self._model.layout
-        names = sorted(kv_caches, key=_layer_number)
-        self._layers = {name: number for number, name in enumerate(names)}
-        caches = [kv_caches[name] for name in names]
-        if len(caches) != layout.num_layers:
-            raise ConfigError(f"{len(caches)} KV caches for {layout.num_layers} layers")
-        isa = _get_attn_isa(
-            caches[0].dtype,
-            layout.chunk_tokens,
-            layout.head_dim,
-            self._vllm_config.cache_config.cache_dtype,
-        )
-        shape = "x".join(map(str, caches[0].shape[1:]))
-        self.depot = Depot(
-            self.settings,
-            BlockMemory(caches, layout),
-            Provenance(
-                layout_id=f"vllm-cpu/{isa}/{shape}",
-                grid_id=f"vllm={installed_version()};isa={isa};threads={torch.get_num_threads()}",
-                model_id=model_id(self._model.identity),
-            ),
-        )
+        self._rank = get_tensor_model_parallel_rank()
+        self._layers = {name: number for number, name in enumerate(numbered(kv_caches))}
+        cache_dtype = self._vllm_config.cache_config.cache_dtype
+        self.depot = make_depot(self.settings, self._model, self._rank, kv_caches, cache_dtype)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before a forward pass: claims hold and staged prefixes are in place on return."""
@@ -259,7 +183,7 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.depot is None:
             return None
         report = self.depot.report()
-        return StepReport(report) if report else None
+        return StepReport({self._rank: report}) if report else None
 
     # -- metrics -------------------------------------------------------------------------------
 
@@ -285,13 +209,6 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         if self.desk is not None and self._model is not None:
-            self._keep(self.desk, self._model)
+            keep_costs(self.settings, self._model, self.desk.costs)
         if self.depot is not None:
             self.depot.close()
-
-
-def _layer_number(name: str) -> int:
-    found = re.search(r"\.(\d+)\.", name)
-    if found is None:
-        raise ConfigError(f"KV cache {name!r} has no layer number in its name")
-    return int(found[1])

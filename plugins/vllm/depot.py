@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cacheflow.plugins.vllm.records import Orders
     from cacheflow.plugins.vllm.saver import Provenance
     from cacheflow.plugins.vllm.settings import VllmSettings
+    from cacheflow.types import Shard
 
 __all__ = ["Depot"]
 
@@ -57,9 +58,12 @@ class Depot:
         ConfigError: a tier cannot be opened, or one block does not fit the staging memory.
     """
 
-    def __init__(self, settings: VllmSettings, memory: BlockMemory, provenance: Provenance) -> None:
+    def __init__(
+        self, settings: VllmSettings, memory: BlockMemory, shard: Shard, provenance: Provenance
+    ) -> None:
         self._settings = settings
         self._memory = memory
+        self._shard = shard
         self._provenance = provenance
         self._news = threading.Event()
         self.counts = Counts()
@@ -80,6 +84,9 @@ class Depot:
         """Take the orders of a step. Claims hold, and what is staged is in place, on return."""
         loader = self._loader
         self.overlaps.begin(orders.computes)
+        for restore_id, top in orders.tops.items():
+            if restore := loader.restores.get(restore_id):
+                restore.cut(top)
         for restore_id, block in orders.claims.items():
             if restore := loader.restores.get(restore_id):
                 restore.take(block)
@@ -95,9 +102,8 @@ class Depot:
 
     def save(self, orders: Orders) -> None:
         """Take the saves of a step whose forward pass has ended."""
-        if not self.overlaps.end():  # what it computed may be wrong
-            self._saver.refuse(orders.saves)
-        elif orders.saves:
+        self.overlaps.end()
+        if orders.saves:
             with suppress(RuntimeError):  # the loop is closed: the worker is on its way out
                 self._loop.call_soon_threadsafe(self._put, orders)
 
@@ -206,6 +212,7 @@ class Depot:
         means = Means(
             tiers,
             self._memory,
+            self._shard,
             pool,
             self._threads,
             SystemClock(),
@@ -214,9 +221,10 @@ class Depot:
             self.overlaps.poke,
             self.counts,
         )
-        layout_id, layout = self._provenance.layout_id, self._memory.layout
-        self._loader = Loader(means, Finder(tiers, layout, layout_id, deadline, self.counts))
-        self._saver = Saver(means, self._provenance)
+        layout_id = self._provenance.layout_id
+        finder = Finder(tiers, self._shard, layout_id, deadline, self.counts)
+        self._loader = Loader(means, finder)
+        self._saver = Saver(means, finder, self._provenance)
 
     def _remember(self) -> None:
         """Begin with what earlier processes learned about the tiers."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheflow.plugins.vllm.admission import Admission
+from cacheflow.plugins.vllm.agreement import Agreement
 from cacheflow.plugins.vllm.counts import Counts
 from cacheflow.plugins.vllm.jumps import Jumps
 from cacheflow.plugins.vllm.pieces import hidden_share
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from cacheflow.costs import ComputeModel
     from cacheflow.plugins.vllm.keyring import Keyring, Request
     from cacheflow.plugins.vllm.pins import Pins
-    from cacheflow.plugins.vllm.records import Found, Orders, Report
+    from cacheflow.plugins.vllm.records import Found, Orders, Report, SaveOrder
     from cacheflow.plugins.vllm.restores import Limits, Restore
     from cacheflow.plugins.vllm.saves import Blocks, SaveBook
     from cacheflow.plugins.vllm.settings import VllmSettings
@@ -61,6 +62,7 @@ class Desk:
     _admission: Admission = field(init=False)
     _saves: Saves = field(init=False)
     _jumps: Jumps = field(init=False)
+    _agreement: Agreement = field(init=False)
     _may_overlap: bool = False
     _timed: Tile | None = None
     _lost: bool = False
@@ -69,6 +71,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         self._restores = Restores(self.pins)
+        self._agreement = Agreement(self.limits.ranks)
         self._admission = Admission(
             self.settings,
             self.limits,
@@ -157,6 +160,8 @@ class Desk:
         """What the worker has to do in this step. ``gone``: requests preempted in it."""
         self._close_ended(gone)
         next_orders = self._restores.orders
+        next_orders.saves = self._saves.take_held()
+        saves: list[SaveOrder] = []
         for request_id, tokens in scheduled.items():
             request = requests[request_id]
             done = request.num_computed_tokens + tokens
@@ -168,8 +173,12 @@ class Desk:
                 if restore.meets:
                     self._admission.split(restore, done)
             if self.settings.save and not self._lost:
-                next_orders.saves += self._saves.plan(request, done, tokens)
+                saves += self._saves.plan(request, done, tokens)
         early = scheduled if next_orders.overlaps else ()
+        if early:  # what the step computes is right only if all that it reads comes, on all ranks
+            self._saves.hold(saves)
+        else:
+            next_orders.saves += saves
         self._tables = [list(self.cache.get_block_ids(each)[0]) for each in early]
         self._time(scheduled, requests)
         orders = self._restores.take_orders()
@@ -178,13 +187,14 @@ class Desk:
         return orders
 
     def stale(self, invalid: set[int]) -> set[int]:
-        """Blocks of which nothing may be believed when the last step has read the ``invalid`` ones:
-        these, and what lies behind them in the tables of its requests. Those that were aborted
-        while it ran have left theirs in the local prefix cache."""
+        """Blocks of which nothing may be believed when the last step has read the ``invalid`` ones,
+        and nothing is stored: these, and what lies behind them in the tables of its requests. Those
+        that were aborted while it ran have left theirs in the local prefix cache."""
         stale = set(invalid)
         for ids in self._tables:
             bad = next((at for at, block_id in enumerate(ids) if block_id in invalid), len(ids))
             stale.update(ids[bad:])
+        self._saves.drop_held(stale)
         return stale
 
     def unread(self, request_id: str) -> int | None:
@@ -218,8 +228,9 @@ class Desk:
         timed, self._timed = self._timed, None
         return timed
 
-    def heard(self, report: Report) -> None:
-        """Take the worker's report of a step."""
+    def heard(self, reports: Mapping[int, Report]) -> None:
+        """Take the workers' reports of a step, by rank."""
+        report, tops = self._agreement.merge(reports)
         for restore_id, found in report.found.items():
             restore = self._restores.get(restore_id)
             if restore is not None and restore.found is None:
@@ -228,13 +239,14 @@ class Desk:
         for restore_id, progress in report.progress.items():
             if restore := self._restores.get(restore_id):
                 restore.progress = progress
+        self._restores.orders.tops |= {r: top for r, top in tops.items() if self._restores.get(r)}
         self._restores.ended(report.ended)
         self.book.copied(report.copied, self.pins)
         self.book.ended(report.saves)
         self.book.missed(report.missed)
         if report.by_layer is not None:
             self._heard_of_layers(report.by_layer)
-        if report.lost and not self._lost:
+        if report.lost:
             self._give_up()
 
     def _note_found(self, restore: Restore, found: Found) -> None:
@@ -253,13 +265,19 @@ class Desk:
         self._admission.hidden = hidden_share(self.limits.layers) if self._may_overlap else 0.0
 
     def _give_up(self) -> None:
-        """The worker's storage is gone: nothing is restored or stored from now on."""
-        _log.error("storage has died: every request is computed from now on")
-        self._lost = True
-        for restore in self._restores.all():
-            self._jumps.undo(restore)
-        self._restores.abandon()
-        self.book.abandon(self.pins)
+        """A worker's storage is gone: nothing is restored or stored from now on. What other
+        workers may still write or read stays pinned until they have said that they do not."""
+        if not self._lost:
+            _log.error("storage has died: every request is computed from now on")
+            self._lost = True
+            for restore in self._restores.all():
+                self._jumps.undo(restore)
+            for restore in self._restores.all():
+                self._restores.close(restore)
+            self._saves.drop_held()
+        if self._agreement.all_lost:
+            self._restores.abandon()
+            self.book.abandon(self.pins)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ list them again and takes the block anew. Lives on the depot's event loop.
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
-from cacheflow.errors import ClosedError, IntegrityError
-from cacheflow.kv import verify
+from cacheflow.errors import ClosedError
+from cacheflow.plugins.vllm.sources import CorruptPart
 from cacheflow.types import Extent, Read, TransferStatus
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from cacheflow.costs import ChannelModel
     from cacheflow.memory import Lease
     from cacheflow.plugins.vllm.means import Means
-    from cacheflow.types import Buffer, ChunkInfo, Lent, Loan, Span
+    from cacheflow.plugins.vllm.sources import Source
+    from cacheflow.types import Buffer, Lent, Loan, Span, TransferResult
 
 __all__ = ["Fetcher", "Held", "LoadFailed"]
 
@@ -69,20 +70,14 @@ class Fetcher:
         self._channels = channels
         self._transfers = 0
 
-    def hold(self, info: ChunkInfo, layers: Span, tier: str, owner: str) -> Held | None:
-        """Where ``layers`` of the object are going to be; None while there is no staging memory.
+    def hold(self, source: Source, layers: Span, owner: str) -> Held | None:
+        """Where ``layers`` of the block are going to be; None while there is no staging memory.
 
         Raises:
             ClosedError: the worker is on its way out.
             LoadFailed: the tier fails to say whether it lends.
         """
-        extent = Extent(info.key, *info.layer_range(layers))
-        try:
-            loan = self._means.tiers[tier].borrow([extent])
-        except ClosedError:
-            raise
-        except Exception as error:  # a third party's backend may raise anything: the load failed
-            raise LoadFailed("failed", f"{type(error).__name__}: {error}") from error
+        loan = self._borrowed(source, layers) if source.is_whole else None
         if loan is None:
             nbytes = self._means.memory.layout.payload_bytes(len(layers))
             return self._means.pool.try_lease(nbytes, owner)
@@ -91,8 +86,17 @@ class Fetcher:
             raise LoadFailed("failed", f"{len(loan.parts)} parts for one extent")
         return _Borrowed(loan, loan.parts[0], asyncio.get_running_loop())
 
+    def _borrowed(self, source: Source, layers: Span) -> Loan | None:
+        ((key, offset, nbytes, _),) = source.ranges(layers)
+        try:
+            return self._means.tiers[source.tier].borrow([Extent(key, offset, nbytes)])
+        except ClosedError:
+            raise
+        except Exception as error:  # a third party's backend may raise anything: the load failed
+            raise LoadFailed("failed", f"{type(error).__name__}: {error}") from error
+
     async def fetch(
-        self, info: ChunkInfo, layers: Span, tier: str, held: Held, arrived: Callable[[], None]
+        self, source: Source, layers: Span, held: Held, arrived: Callable[[], None]
     ) -> None:
         """Return when ``held`` has ``layers``, verified. ``arrived`` is called once the tier is
         free for the next load.
@@ -100,27 +104,28 @@ class Fetcher:
         Raises:
             LoadFailed: it was late, missing, short, corrupt, or failed otherwise.
         """
+        clocked = self._clocked(source.tier, self._means.memory.layout.payload_bytes(len(layers)))
         try:
             async with asyncio.timeout(self._means.deadline):
                 if isinstance(held, _Borrowed):
-                    with self._clocked(tier, info, layers):  # here it is checking that takes time
+                    with clocked:  # here it is checking that takes time
                         _check(held.part)
-                        await self._verify(info, layers, tier, held)
+                        await self._verify(source, layers, held)
                     arrived()
                     return
-                with self._clocked(tier, info, layers):
-                    await self._read(info, layers, tier, held)  # type: ignore[arg-type]  # what is not lent is leased
+                with clocked:
+                    await self._read(source, layers, held)  # type: ignore[arg-type]  # what is not lent is leased
                 arrived()
-                await self._verify(info, layers, tier, held)
+                await self._verify(source, layers, held)
         except TimeoutError as error:
             raise LoadFailed("late", str(error) or "no answer within the deadline") from error
 
     @contextmanager
-    def _clocked(self, tier: str, info: ChunkInfo, layers: Span) -> Iterator[None]:
+    def _clocked(self, tier: str, nbytes: int) -> Iterator[None]:
         """One transfer, for the model of the tier's channel."""
         self._transfers += 1
         number, channel, clock = self._transfers, self._channels[tier], self._means.clock
-        channel.started(number, info.layer_range(layers)[1], clock.now())
+        channel.started(number, nbytes, clock.now())
         delivered = False
         try:
             yield
@@ -128,29 +133,36 @@ class Fetcher:
         finally:
             channel.ended(number, clock.now(), delivered=delivered)
 
-    async def _read(self, info: ChunkInfo, layers: Span, tier: str, lease: Lease) -> None:
-        offset, nbytes = info.layer_range(layers)
-        read, delivered = Read(info.key, offset, lease.part(0, nbytes)), False
+    async def _read(self, source: Source, layers: Span, lease: Lease) -> None:
+        reads = [
+            Read(key, offset, lease.part(place, nbytes))
+            for key, offset, nbytes, place in source.ranges(layers)
+        ]
+        missing = {id(read): read for read in reads}
         try:
-            async for result in self._means.tiers[tier].load([read]):
-                if result.status is not TransferStatus.OK or result.nbytes != nbytes:
-                    raise LoadFailed(result.status.value, str(result.error or result.status.value))
-                delivered = True
+            async with aclosing(self._means.tiers[source.tier].load(reads)) as results:
+                async for result in results:
+                    _check_read(missing.pop(id(result.request)), result)
         except (LoadFailed, TimeoutError):
             raise
         except Exception as error:  # a third party's backend may raise anything: the load failed
             raise LoadFailed("failed", f"{type(error).__name__}: {error}") from error
-        if not delivered:
+        if missing:
             raise LoadFailed("missing", "the backend gave no result")
 
-    async def _verify(self, info: ChunkInfo, layers: Span, tier: str, held: Held) -> None:
+    async def _verify(self, source: Source, layers: Span, held: Held) -> None:
         loop, view = asyncio.get_running_loop(), held.buffer.view
         assert view is not None, "staging memory of a worker is host memory"
         try:
-            await loop.run_in_executor(self._means.threads, verify, info, layers, view)
-        except IntegrityError as error:
-            self._means.tiers[tier].distrust([info.key])
+            await loop.run_in_executor(self._means.threads, source.verify, layers, view)
+        except CorruptPart as error:
+            self._means.tiers[source.tier].distrust([error.key])
             raise LoadFailed("corrupt", f"corrupt: {error}") from error
+
+
+def _check_read(read: Read, result: TransferResult) -> None:
+    if result.status is not TransferStatus.OK or result.nbytes != read.buffer.nbytes:
+        raise LoadFailed(result.status.value, str(result.error or result.status.value))
 
 
 def _check(part: Lent) -> None:

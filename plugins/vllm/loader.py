@@ -111,13 +111,13 @@ class Loader:
             waiting = restore.waiting.get(tier)
             while waiting:
                 piece = waiting[-1]
-                if piece.block < restore.floor:
+                if not restore.wants(piece.block):
                     waiting.pop()
                     continue
                 owner = OUTSIDE if restore.targets is None else INSIDE
-                info = restore.stored[piece.block][1]
+                source = restore.stored[piece.block]
                 try:
-                    held = self._fetcher.hold(info, piece.layers, tier, owner)
+                    held = self._fetcher.hold(source, piece.layers, owner)
                 except ClosedError:
                     return None
                 except LoadFailed as error:
@@ -151,7 +151,7 @@ class Loader:
         else:  # when one is cancelled nothing new should begin: the loop may be ending
             if (error := task.exception()) is not None:
                 _log.error("a load ended unexpectedly", exc_info=error)
-                restore.stop = max(restore.stop, piece.block + 1)
+                restore.fail(piece.block)
             self.pump()
         if restore.is_over:
             self._means.changed()  # complete, or over: the scheduler should know at once
@@ -161,7 +161,7 @@ class Loader:
         bottom, top = longest_run(restore.stored)
         whole = Span(0, restore.layers)
         for block in range(bottom, top):
-            restore.waiting.setdefault(restore.stored[block][0], []).append(Piece(block, whole))
+            restore.waiting.setdefault(restore.stored[block].tier, []).append(Piece(block, whole))
         restore.low, restore.stop = top, bottom
         restore.since = self._means.clock.now()
         restore.found = Found(bottom, top)
@@ -171,10 +171,9 @@ class Loader:
     async def _load(
         self, restore: Restoring, piece: Piece, tier: str, held: Held, number: int
     ) -> None:
-        info, nbytes = restore.stored[piece.block][1], held.buffer.nbytes
         try:
             left = partial(self._left, tier, number)
-            await self._fetcher.fetch(info, piece.layers, tier, held, left)
+            await self._fetcher.fetch(restore.stored[piece.block], piece.layers, held, left)
         except LoadFailed as error:
             held.release()
             self._failed(restore, piece.block, tier, error)
@@ -182,6 +181,7 @@ class Loader:
         except BaseException:
             held.release()
             raise
+        nbytes = held.buffer.nbytes
         await self._land(restore, piece, held)
         self._means.counts.add("transfer_bytes", tier, "load", amount=nbytes)
 
@@ -190,7 +190,7 @@ class Loader:
         _log.warning("tier %s: block %d is recomputed: %s", tier, block, error)
         self._means.counts.add("load_failures", tier, error.reason)
         self.missed.append(restore.keys[block - restore.first])
-        restore.stop = max(restore.stop, block + 1)
+        restore.fail(block)
         self._means.landed()
 
     async def _land(self, restore: Restoring, piece: Piece, held: Held) -> None:
@@ -231,7 +231,7 @@ class Loader:
 
     def _tier_of(self, restore: Restoring) -> str:
         at = restore.stored.get(restore.low - 1) or restore.stored.get(restore.low)
-        return at[0] if at else next(iter(self._means.tiers))
+        return at.tier if at else next(iter(self._means.tiers))
 
     def _speed(self, tier: str) -> tuple[float | None, float]:
         """Seconds a block in a stream of loads, and what the first one waits more."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cacheflow.memory import StagingPool
     from cacheflow.plugins.vllm.blocks import BlockMemory
     from cacheflow.plugins.vllm.counts import Counts
+    from cacheflow.types import Shard
 
 __all__ = ["Means"]
 
@@ -25,6 +26,8 @@ class Means:
     tiers: Mapping[str, StorageBackend]
     """In the order in which their copies are preferred."""
     memory: BlockMemory
+    shard: Shard
+    """Which heads ``memory`` holds."""
     pool: StagingPool
     threads: Executor
     """For copies, checksums and headers."""

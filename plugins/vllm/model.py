@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheflow.distributed import cut_layout
 from cacheflow.errors import ConfigError
 from cacheflow.plugins.vllm.identity import folder_digest
-from cacheflow.types import DTYPE_BYTES, KVLayout
+from cacheflow.types import DTYPE_BYTES, KVLayout, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +31,9 @@ class Model:
     """One model as CacheFlow sees it."""
 
     layout: KVLayout
-    """A chunk is one of vLLM's blocks."""
+    """Of all ranks together; a chunk is one of vLLM's blocks."""
+    shards: tuple[Shard, ...]
+    """What each tensor-parallel rank holds: heads of every layer."""
     identity: Mapping[str, str | int]
     flops: tuple[float, float]
     """Of the whole model: linear a token, attention a token and key position."""
@@ -45,14 +48,19 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Model:
     _check_engine(vllm_config)
     spec = _only_spec(kv_cache_config)
     layout = _layout(vllm_config, spec)
-    return Model(layout, _identity(vllm_config, layout), _flops(vllm_config.model_config, layout))
+    shards = _shards(layout, vllm_config.parallel_config.tensor_parallel_size, spec)
+    flops = _flops(vllm_config.model_config, layout)
+    return Model(layout, shards, _identity(vllm_config, layout), flops)
 
 
 def _check_engine(vllm_config: Any) -> None:
     if vllm_config.device_config.device_type != "cpu":
         raise ConfigError("only vLLM's CPU backend is supported yet")
-    if vllm_config.parallel_config.world_size > 1:
-        raise ConfigError("tensor and pipeline parallelism are not supported yet")
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline parallelism is not supported yet")
+    if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise ConfigError("context parallelism is not supported yet")
     if vllm_config.speculative_config is not None:
         raise ConfigError("speculative decoding is not supported yet")
 
@@ -76,11 +84,21 @@ def _layout(vllm_config: Any, spec: Any) -> KVLayout:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return KVLayout(
         num_layers=model.get_num_layers(parallel),
-        num_kv_heads=spec.num_kv_heads,
+        num_kv_heads=model.get_total_num_kv_heads(),
         head_dim=spec.head_size,
         dtype=dtype,
         chunk_tokens=spec.block_size,
     )
+
+
+def _shards(layout: KVLayout, ranks: int, spec: Any) -> tuple[Shard, ...]:
+    (shards,) = cut_layout(layout, ranks=ranks)
+    if any(len(shard.heads) != spec.num_kv_heads for shard in shards):
+        raise ConfigError(
+            f"a rank's KV cache has {spec.num_kv_heads} heads, where {ranks} ranks share "
+            f"{layout.num_kv_heads}"
+        )
+    return tuple(shards)
 
 
 def _identity(vllm_config: Any, layout: KVLayout) -> dict[str, str | int]:

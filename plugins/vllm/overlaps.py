@@ -99,8 +99,8 @@ class Overlaps:
                 return
         reading.give_up()
 
-    def end(self) -> bool:
-        """The forward pass is over; whether everything that it read was there in time."""
+    def end(self) -> None:
+        """The forward pass is over: see whether everything that it read was there in time."""
         if self._computes:
             self._learn(self._asked == (1 << self._layers) - 1)
         for reading in self._readings:
@@ -113,7 +113,6 @@ class Overlaps:
             elif reading.restore is not None:
                 reading.restore.settle()
         self._readings.clear()
-        return not self._invalid
 
     def _learn(self, by_layer: bool) -> None:
         if by_layer is not self._by_layer:

@@ -1,4 +1,4 @@
-"""What the scheduler's side and the worker's side tell each other, once a step each way.
+"""What the scheduler's side and the workers' side tell each other, once a step each way.
 
 Plain records, pickled by vLLM where the two live in different processes. Block numbers count a
 request's blocks from 0; block ids are those of vLLM's pool.
@@ -57,8 +57,10 @@ class Overlap:
 
 @dataclass(slots=True)
 class Orders:
-    """One step's orders to the worker, in the order in which they are carried out."""
+    """One step's orders, the same to every worker, in the order in which they are carried out."""
 
+    tops: dict[int, int] = field(default_factory=dict)
+    """Restore -> blocks from this number on are not loaded: some other rank has not got them."""
     closed: list[int] = field(default_factory=list)
     """Restores that are over: write nothing more for them and say so (``Report.ended``)."""
     opened: list[Opened] = field(default_factory=list)
@@ -77,7 +79,7 @@ class Orders:
     """Nothing is computed in this step: the worker may wait a moment for a load."""
 
     def __bool__(self) -> bool:
-        aims = self.claims or self.targets or self.tails
+        aims = self.tops or self.claims or self.targets or self.tails
         return bool(self.closed or self.opened or aims or self.saves)
 
 
@@ -135,7 +137,8 @@ class Report:
     by_layer: bool | None = None
     """Whether forward passes ask for each layer before they read it; None: nothing new."""
     lost: bool = False
-    """The worker's storage thread has died: nothing will be loaded, stored or told any more."""
+    """The worker's storage thread has died: nothing will be loaded, stored or told any more. In
+    what several workers' reports come to: that of one of them at least."""
 
     def __bool__(self) -> bool:
         told = self.ended or self.copied or self.saves or self.missed

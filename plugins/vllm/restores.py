@@ -44,9 +44,11 @@ class Limits:
     budget: int
     """Tokens a step may compute."""
     staged_blocks: int
-    """Blocks that staging memory holds for loads."""
+    """Blocks that a worker's staging memory holds for loads."""
     layers: int
     """Of the model."""
+    ranks: int
+    """Workers, each with some of the heads."""
     shares: bool
     """Local prefix caching is on."""
 
@@ -169,16 +171,17 @@ class Restores:
         first = restore.keys[0]
         if self._leaders.get(first) == restore.id:
             del self._leaders[first]
-        for orders in (self.orders.targets, self.orders.claims, self.orders.tails):
-            orders.pop(restore.id, None)
+        orders = self.orders
+        for aims in (orders.tops, orders.targets, orders.claims, orders.tails):
+            aims.pop(restore.id, None)
         pinned = self._pinned.pop(restore.id, ())
-        unheard = [order for order in self.orders.opened if order.restore == restore.id]
+        unheard = [order for order in orders.opened if order.restore == restore.id]
         if unheard:  # the worker was never told of it
-            self.orders.opened.remove(unheard[0])
+            orders.opened.remove(unheard[0])
             self._pins.unpin(pinned)
             return
         self._ending[restore.id] = pinned
-        self.orders.closed.append(restore.id)
+        orders.closed.append(restore.id)
 
     def ended(self, restore_ids: Iterable[int]) -> None:
         """The worker writes nothing more for these."""
@@ -186,9 +189,7 @@ class Restores:
             self._pins.unpin(self._ending.pop(restore_id, ()))
 
     def abandon(self) -> None:
-        """The worker's storage is gone: it writes nothing more, and says nothing."""
-        for restore in self.all():
-            self.close(restore)
+        """All storage is gone, and every restore closed: nobody writes, or says, any more."""
         self.ended(list(self._ending))
         self.orders = Orders()
 

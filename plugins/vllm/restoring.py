@@ -10,14 +10,15 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cacheflow.plugins.vllm.records import Found
+
 if TYPE_CHECKING:
     import asyncio
 
     from cacheflow.plugins.vllm.blocks import BlockMemory
     from cacheflow.plugins.vllm.fetcher import Held
     from cacheflow.plugins.vllm.pieces import Piece
-    from cacheflow.plugins.vllm.records import Found
-    from cacheflow.types import ChunkInfo
+    from cacheflow.plugins.vllm.sources import Source
 
 __all__ = ["Restoring"]
 
@@ -33,9 +34,10 @@ class Restoring:
     """When something last arrived for it."""
     layers: int
     """Of every block."""
-    stored: dict[int, tuple[str, ChunkInfo]] = field(default_factory=dict)
-    """Block -> tier and object."""
+    stored: dict[int, Source] = field(default_factory=dict)
+    """Block -> where it is."""
     found: Found | None = None
+    """What is stored, for all ranks once they have agreed (:meth:`cut`)."""
     waiting: dict[str, list[Piece]] = field(default_factory=dict)
     """Tier -> what was not asked for yet, the next one last."""
     stop: int = 0
@@ -67,11 +69,21 @@ class Restoring:
         """The lowest block that is still to be loaded."""
         return max(self.stop, self.claim)
 
+    def wants(self, block: int) -> bool:
+        """Whether ``block`` is still to be loaded."""
+        return self.found is not None and self.floor <= block < self.found.top
+
+    def fail(self, block: int) -> None:
+        """It will not come: nothing below is of use."""
+        if self.wants(block):
+            self.stop = block + 1
+
     def land(self, piece: Piece, held: Held) -> bool:
         """Keep what is verified, or let go of it if it is not wanted any more; whether there is
         anything to :meth:`place`."""
         with self.lock:
-            if self.closed or piece.block < self.claim:
+            assert self.found is not None
+            if self.closed or not self.claim <= piece.block < self.found.top:
                 held.release()
                 return False
             self.held.setdefault(piece.block, []).append((piece, held))
@@ -102,6 +114,17 @@ class Restoring:
             landed = list(self.held)
         for block in landed:
             self.place(memory, block)
+        self.settle()
+
+    def cut(self, top: int) -> None:
+        """Blocks from ``top`` on are not wanted: another rank has not got them."""
+        assert self.found is not None
+        with self.lock:
+            self.found = Found(min(self.found.bottom, top), min(self.found.top, top))
+            for block in [block for block in self.landed if block >= top]:
+                del self.landed[block]
+                for _, held in self.held.pop(block, ()):
+                    held.release()
         self.settle()
 
     def settle(self) -> None:

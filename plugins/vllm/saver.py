@@ -18,12 +18,13 @@ from cacheflow.errors import CacheFlowError
 from cacheflow.kv import Stamp, seal
 from cacheflow.memory import buffer_from
 from cacheflow.plugins.vllm.records import SaveOutcome
-from cacheflow.types import ChunkKey, ObjectKey, Segment, Span, TransferStatus, Write
+from cacheflow.types import ChunkKey, ObjectKey, Segment, TransferStatus, Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.memory import Lease
+    from cacheflow.plugins.vllm.finder import Finder
     from cacheflow.plugins.vllm.means import Means
     from cacheflow.plugins.vllm.records import SaveOrder
 
@@ -49,8 +50,9 @@ class Provenance:
 class Saver:
     """Takes orders one after the other; stores run side by side as staging memory allows."""
 
-    def __init__(self, means: Means, provenance: Provenance) -> None:
+    def __init__(self, means: Means, finder: Finder, provenance: Provenance) -> None:
         self._means = means
+        self._finder = finder
         self._provenance = provenance
         self.copied: deque[int] = deque()
         """Saves whose block is free, until they are told."""
@@ -58,16 +60,17 @@ class Saver:
         """Saves that have ended, until they are told."""
         self._orders: asyncio.Queue[SaveOrder] = asyncio.Queue()
         self._stores: set[asyncio.Task[None]] = set()
+        self._tiers = [
+            name
+            for name, tier in means.tiers.items()
+            if means.shard.stores or not tier.capabilities.shared
+        ]
+        """Those that have to be given what this rank holds: of ranks with the same heads one stores
+        them where all can read them."""
 
     def put(self, order: SaveOrder) -> None:
         """Queue an order; its outcome says when the block is free."""
         self._orders.put_nowait(order)
-
-    def refuse(self, orders: Sequence[SaveOrder]) -> None:
-        """Store none of these; from any thread."""
-        for order in orders:
-            self.copied.append(order.save)
-            self.outcomes.append(SaveOutcome(order.save, stored=False))
 
     async def run(self) -> None:
         """Take blocks until cancelled; then what is staged is given up too."""
@@ -87,6 +90,10 @@ class Saver:
 
     async def _take(self, order: SaveOrder) -> None:
         means = self._means
+        if not self._tiers:
+            self._free(order)
+            self._end(order, stored=True)
+            return
         try:
             async with asyncio.timeout(_STAGE_SECONDS):
                 lease = await means.pool.lease(means.memory.nbytes, STORES)
@@ -120,9 +127,8 @@ class Saver:
         stored = False
         try:
             with lease:
-                tiers = list(self._means.tiers)
-                have = await asyncio.gather(*(self._has(name, order) for name in tiers))
-                lacking = [name for name, has in zip(tiers, have, strict=True) if not has]
+                have = await asyncio.gather(*(self._has(name, order) for name in self._tiers))
+                lacking = [name for name, has in zip(self._tiers, have, strict=True) if not has]
                 stored = not lacking or await self._store_in_all(lacking, order, lease)
         except Exception as error:  # one block is not stored; the others are
             _log.error("a store ended unexpectedly", exc_info=error)
@@ -134,28 +140,27 @@ class Saver:
         write = await loop.run_in_executor(self._means.threads, self._sealed, order, lease)
         ends = await asyncio.gather(*(self._store_in(name, write) for name in names))
         refused = {*ends} - {TransferStatus.OK}
-        somewhere = TransferStatus.OK in ends or len(names) < len(self._means.tiers)
+        somewhere = TransferStatus.OK in ends or len(names) < len(self._tiers)
         # A tier that is full stays so for now: what another one has is not offered again.
         return not refused or (somewhere and refused == {TransferStatus.FULL})
 
     async def _has(self, name: str, order: SaveOrder) -> bool:
         """Whether a tier has the block already, packed as this engine packs."""
+        key = ChunkKey(order.key)
         try:
             async with asyncio.timeout(self._means.deadline):
-                (there,) = await self._means.tiers[name].lookup([ChunkKey(order.key)])
+                (there,) = await self._means.tiers[name].lookup([key])
         except Exception as error:  # a third party's backend may raise anything: the store will say
             _log.debug("tier %s: lookup before a store: %s", name, error)
             return False
-        return any(info.layout_id == self._provenance.layout_id for info in there)
+        return self._finder.where(name, key, there) is not None
 
     def _sealed(self, order: SaveOrder, lease: Lease) -> Write:
-        layout = self._means.memory.layout
+        shard, layout = self._means.shard, self._means.shard.whole
         view = lease.buffer.view
         assert view is not None, "staging memory of a worker is host memory"
         info, header = seal(
-            ObjectKey(
-                ChunkKey(order.key), Span(0, layout.num_layers), Span(0, layout.num_kv_heads)
-            ),
+            ObjectKey(ChunkKey(order.key), shard.layers, shard.heads),
             layout,
             view,
             grid_id=self._provenance.grid_id,

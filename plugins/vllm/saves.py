@@ -12,14 +12,14 @@ from collections import OrderedDict
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from cacheflow.plugins.vllm.records import SaveOrder
+from cacheflow.plugins.vllm.records import SaveOrder, SaveOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from cacheflow.plugins.vllm.keyring import Keyring, Request
     from cacheflow.plugins.vllm.pins import Pins
-    from cacheflow.plugins.vllm.records import SaveOutcome
     from cacheflow.types import ChunkKey
 
 __all__ = ["Blocks", "SaveBook", "Saves"]
@@ -134,6 +134,7 @@ class Saves:
         self._block = block
         self._planned: dict[str, int] = {}
         """Request -> the first block that was not looked at."""
+        self._held: list[SaveOrder] = []
 
     def plan(self, request: Request, done: int, width: int) -> list[SaveOrder]:
         """Orders for the blocks of ``request`` that its first ``done`` tokens complete, the last of
@@ -153,6 +154,22 @@ class Saves:
             first, keys[first:complete], ids, self._pins, width=width, tenant=tenant
         )
         return orders
+
+    def hold(self, orders: Iterable[SaveOrder]) -> None:
+        """Keep these until it is known whether what the step computed is right."""
+        self._held += orders
+
+    def take_held(self) -> list[SaveOrder]:
+        """Those of the last step, which may be given out."""
+        held, self._held = self._held, []
+        return held
+
+    def drop_held(self, stale: AbstractSet[int] | None = None) -> None:
+        """Store none of those that are held and copy a ``stale`` block (None: none at all)."""
+        dropped = [o for o in self._held if stale is None or o.block_id in stale]
+        self._held = [o for o in self._held if o not in dropped]
+        self._book.copied([order.save for order in dropped], self._pins)
+        self._book.ended([SaveOutcome(order.save, stored=False) for order in dropped])
 
     def rewind(self, request_id: str, block: int) -> None:
         """Blocks from ``block`` on are computed again."""

@@ -1,8 +1,9 @@
 """A vLLM in miniature: a scheduler loop with paged blocks around the plugin's desk and depot.
 
 It repeats the order in which vLLM calls connector and scheduler, and keeps a KV cache whose right
-content is known for every position, so that a block copied to the wrong place, too late, or over
-compute's is noticed.
+content is known for every position and head, so that a block copied to the wrong place, too late,
+or over compute's is noticed. With several ranks each has a worker and heads of its own, and they
+compute a layer together: what one reads too early spoils it for all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel
+from cacheflow.distributed import cut_layout
 from cacheflow.plugins.vllm.blocks import BlockMemory
 from cacheflow.plugins.vllm.depot import Depot
 from cacheflow.plugins.vllm.desk import Desk
@@ -30,14 +32,16 @@ from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE
 from cacheflow.types import NO_ID, KVLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from cacheflow.plugins.vllm.records import Orders
     from cacheflow.plugins.vllm.settings import VllmSettings
+    from cacheflow.types import Shard
 
 BLOCK = 16
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=BLOCK)
-ROW = LAYOUT.layer_bytes() // BLOCK
+WIDE = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", chunk_tokens=BLOCK)
+"""For several ranks: a head of a block fills a page."""
 
 
 @dataclass(eq=False)
@@ -128,7 +132,7 @@ class Part:
 class MiniVllm:
     """``step_seconds``: what a step with tokens takes; ``depth``: steps that are scheduled before
     the first of them is carried out (vLLM's async scheduling has two); ``by_layer``: the runner
-    asks for each layer before it reads it."""
+    asks for each layer before it reads it; ``ranks``: tensor-parallel workers."""
 
     settings: VllmSettings
     pool_blocks: int = 200
@@ -136,6 +140,8 @@ class MiniVllm:
     step_seconds: float = 0.0
     depth: int = 1
     by_layer: bool = True
+    layout: KVLayout = LAYOUT
+    ranks: int = 1
     waiting: list[MiniRequest] = field(default_factory=list)
     running: list[MiniRequest] = field(default_factory=list)
     done: list[MiniRequest] = field(default_factory=list)
@@ -147,14 +153,16 @@ class MiniVllm:
         self.pool = MiniPool(self.pool_blocks)
         self.tables: dict[str, list[int]] = {}
         self.under_way: deque[tuple[Orders, list[Part]]] = deque()
-        shape = (self.pool_blocks, 1, BLOCK, 2 * 8)
-        self.caches = [torch.zeros(shape) for _ in range(LAYOUT.num_layers)]
-        memory = BlockMemory(self.caches, LAYOUT)
-        self.depot = Depot(self.settings, memory, Provenance("mini", "mini", NO_ID))
-        staged = int(self.settings.staging_bytes * OUTSIDE_SHARE) // LAYOUT.payload_bytes()
+        (self.shards,) = cut_layout(self.layout, ranks=self.ranks)
+        self.caches = [self._caches(shard) for shard in self.shards]
+        self.depots = [self._depot(rank) for rank in range(self.ranks)]
+        self.depot = self.depots[0]
+        block_bytes = self.shards[0].layout.payload_bytes()
+        staged = int(self.settings.staging_bytes * OUTSIDE_SHARE) // block_bytes
+        layers = self.layout.num_layers
         self.desk = Desk(
             settings=self.settings,
-            limits=Limits(BLOCK, self.budget, staged, LAYOUT.num_layers, shares=False),
+            limits=Limits(BLOCK, self.budget, staged, layers, self.ranks, shares=False),
             keyring=Keyring({"model": "mini"}, b"", BLOCK),
             book=SaveBook(BLOCK),
             costs=ComputeModel(1e6, 1.0),
@@ -163,6 +171,16 @@ class MiniVllm:
             cache=self,
         )
         self.desk.let_race(races=True, overlaps=self.depth == 1)
+
+    def _caches(self, shard: Shard) -> list[torch.Tensor]:
+        """Packed as vLLM's kernels do: a layer's block by heads, K and then V of each."""
+        shape = (self.pool_blocks, len(shard.heads), 2 * BLOCK, self.layout.head_dim)
+        return [torch.zeros(shape) for _ in shard.layers]
+
+    def _depot(self, rank: int) -> Depot:
+        shard = self.shards[rank]
+        memory = BlockMemory(self.caches[rank], shard.layout)
+        return Depot(self.settings, memory, shard, Provenance("mini", "mini", NO_ID))
 
     # -- KVCacheManager ------------------------------------------------------------------------
 
@@ -230,12 +248,18 @@ class MiniVllm:
         return scheduled
 
     def _carry_out(self, orders: Orders, parts: list[Part]) -> None:
-        self.depot.carry_out(orders)
+        for depot in self.depots:
+            depot.carry_out(orders)
         if parts:
             self._forward(parts)
-        self.depot.save(orders)
-        invalid = self.depot.overlaps.take_invalid()
-        report = self.depot.report()
+        invalid: set[int] = set()
+        for depot in self.depots:
+            depot.save(orders)
+            invalid |= depot.overlaps.take_invalid()
+        said = {rank: depot.report() for rank, depot in enumerate(self.depots)}
+        reports = {rank: report for rank, report in said.items() if report}
+        if invalid:
+            self.desk.stale(invalid)
         for part in parts:
             request = part.request
             if part.preemptions != request.num_preemptions or request not in self.running:
@@ -248,7 +272,8 @@ class MiniVllm:
             assert not part.wrong, f"{request.request_id} read layers {part.wrong} too early"
             if part.stop == request.num_tokens:
                 self.finish(request)
-        self.desk.heard(report)
+        if reports:
+            self.desk.heard(reports)
 
     def finish(self, request: MiniRequest) -> None:
         """It ends, or is aborted."""
@@ -301,13 +326,14 @@ class MiniVllm:
     # -- the model -----------------------------------------------------------------------------
 
     def _forward(self, parts: list[Part]) -> None:
-        for layer in range(LAYOUT.num_layers):
+        for layer in range(self.layout.num_layers):
             if self.by_layer:
-                self.depot.overlaps.wait(layer)
+                for depot in self.depots:
+                    depot.overlaps.wait(layer)
             for part in parts:
                 self._compute(part, layer)
             if self.step_seconds:
-                time.sleep(self.step_seconds / LAYOUT.num_layers)
+                time.sleep(self.step_seconds / self.layout.num_layers)
         for part in parts:
             part.request.computed += part.stop - part.start
 
@@ -315,13 +341,16 @@ class MiniVllm:
         """Into the blocks that the request had when the step was scheduled; rubbish, if what comes
         before is not as it should be."""
         request, table = part.request, part.table
-        before = [value(request, layer, position) for position in range(part.start)]
-        read = self.caches[layer][list(table), 0, :, 0].flatten()[: part.start]
-        if before != read.tolist():
-            part.wrong.append(layer)
-        for position in range(part.start, part.stop):
-            right = -1.0 if part.wrong else value(request, layer, position)
-            self._row(table, layer, position).fill_(right)
+        for head, cache in self._heads(layer):
+            before = [value(request, layer, head, position) for position in range(part.start)]
+            read = cache[list(table), :BLOCK, 0].flatten()[: part.start]
+            if before != read.tolist() and layer not in part.wrong:
+                part.wrong.append(layer)
+        for head, cache in self._heads(layer):
+            for position in range(part.start, part.stop):
+                right = -1.0 if part.wrong else value(request, layer, head, position)
+                for row in _rows(cache, table, position):
+                    row.fill_(right)
 
     def check(self, request: MiniRequest) -> None:
         """Every position that counts as computed holds what compute would have put there, or a step
@@ -333,14 +362,25 @@ class MiniVllm:
         for position in range(first):
             if table[position // BLOCK] in still_to_be_placed:
                 continue
-            for layer in range(LAYOUT.num_layers):
-                row = self._row(table, layer, position)
-                assert bool((row == value(request, layer, position)).all()), position
+            for layer in range(self.layout.num_layers):
+                for head, cache in self._heads(layer):
+                    right = value(request, layer, head, position)
+                    for row in _rows(cache, table, position):
+                        assert bool((row == right).all()), position
 
-    def _row(self, table: Sequence[int], layer: int, position: int) -> torch.Tensor:
-        return self.caches[layer][table[position // BLOCK], 0, position % BLOCK]
+    def _heads(self, layer: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Number and ``[blocks, 2 * tokens, dim]`` of each head that some rank holds."""
+        for shard, caches in zip(self.shards, self.caches, strict=True):
+            for index, head in enumerate(shard.heads):
+                yield head, caches[layer][:, index]
 
 
-def value(request: MiniRequest, layer: int, position: int) -> float:
+def _rows(cache: torch.Tensor, table: Sequence[int], position: int) -> tuple[torch.Tensor, ...]:
+    """K and V of a token."""
+    block, at = cache[table[position // BLOCK]], position % BLOCK
+    return block[at], block[BLOCK + at]
+
+
+def value(request: MiniRequest, layer: int, head: int, position: int) -> float:
     """What the "model" computes: it depends on all tokens up to the position."""
-    return float((request.sums[position] * 31 + layer * 7 + position) % 65521)
+    return float((request.sums[position] * 31 + layer * 7 + head * 3 + position) % 65521)
