@@ -84,6 +84,27 @@ def test_a_block_that_compute_has_begun_is_not_loaded(done: int, low: int) -> No
     assert restore.low(done, BLOCK) == low
 
 
+def test_what_others_have_not_got_is_not_kept() -> None:
+    """Another rank has fewer blocks: those above are let go, and what fails there fails nothing."""
+    memory: Any = Cache()
+    restore = restoring()
+    for block in (3, 2):
+        restore.land(whole(block), Bytes())
+    restore.cut(3)
+    assert (restore.low, sorted(restore.held)) == (2, [2])
+    assert not restore.wants(3)
+    assert not restore.land(whole(3), Bytes())
+    restore.fail(3)
+    assert not restore.is_over
+    restore.aim(memory, 0, (10, 11, 12))
+    restore.land(whole(1), Bytes())
+    restore.place(memory, 1)
+    restore.settle()
+    assert (memory.written, restore.low) == ([12, 11], 1)
+    restore.fail(0)
+    assert restore.is_over
+
+
 def test_a_block_is_there_when_all_its_layers_are() -> None:
     """Layers that come one after the other count together, and each by itself for who waits."""
     memory: Any = Cache()
