@@ -74,6 +74,23 @@ def greedy(policy: str, tokens: int) -> Any:
     )
 
 
+@contextmanager
+def _cores_for(ranks: int) -> Iterator[None]:
+    """vLLM gives each of several workers a NUMA node; where there are fewer it has to be told which
+    cores are whose."""
+    name, before = "VLLM_CPU_OMP_THREADS_BIND", os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(len(cores) // ranks, 1)
+    parts = [cores[rank * each % len(cores) :][:each] for rank in range(ranks)]
+    if ranks > 1 and before is None:
+        os.environ[name] = "|".join(",".join(map(str, part)) for part in parts)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
 class VllmEngine:
     """One vLLM in processes of its own. ``cached``: tokens of each request's prompt that were found
     in a cache."""
@@ -109,13 +126,14 @@ class VllmEngine:
             store = {"name": "store", "backend": "steered", "options": {"control": str(control)}}
             settings = {"tiers": [{**store, **(tier or {})}], **(extra or {})}
             options |= cacheflow_options(**settings)
-        llm = LLM(
-            model=model,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            disable_log_stats=False,
-            **{"enable_prefix_caching": False, **options},
-        )
+        with _cores_for(int(options.get("tensor_parallel_size", 1))):
+            llm = LLM(
+                model=model,
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                disable_log_stats=False,
+                **{"enable_prefix_caching": False, **options},
+            )
         try:
             yield cls(llm, control)
         finally:

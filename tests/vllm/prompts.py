@@ -27,4 +27,6 @@ FORKS: Final = _forks()
 LONG: Final = [*BASE, *random.Random(9).choices(range(2048), k=40)]
 TAILED: Final = [*BASE, *random.Random(13).choices(range(2048), k=120)]
 """Behind what is stored there is as much to compute as can be without a block of its own."""
-PROMPTS: Final = [LONG, TAILED, *EDGES, *FORKS]
+OTHER: Final = random.Random(17).choices(range(2048), k=2048 + 100)
+"""Shares nothing with the others."""
+PROMPTS: Final = [LONG, TAILED, OTHER, *EDGES, *FORKS]

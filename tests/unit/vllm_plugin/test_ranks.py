@@ -155,6 +155,24 @@ def test_a_rank_whose_store_hangs_holds_nobody_up(rig: Ranks) -> None:
     mini.run(10.0)
 
 
+def test_a_rank_that_does_not_say_what_it_has_is_not_waited_for(
+    rig: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others have found and loaded by then is let go."""
+    mini = rig.start()
+    ask(mini)
+    mini.settings.lookup_patience = 0.05
+
+    async def never(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(mini.depots[1]._loader._finder, "find", never)
+    assert ask(mini).computed == 400
+    monkeypatch.undo()
+    mini.settings.lookup_patience = 5.0
+    assert ask(mini).computed == 16
+
+
 @pytest.mark.parametrize("gone", [(0, 25), (20, 25), (0, 5), (10, 12)])
 def test_only_what_all_ranks_have_is_loaded(rig: Ranks, gone: tuple[int, int]) -> None:
     """What is missing on one is computed, stored there again, and loaded the next time."""
