@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,6 +25,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from cacheflow.errors import ConfigError
 from cacheflow.types import Codec
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
 __all__ = ["Settings", "TierSettings", "default_cache_dir"]
 
 _LEAST_SECRET: Final = 16
@@ -38,9 +41,21 @@ def default_cache_dir() -> Path:
 
 
 class TierSettings(BaseModel):
-    """One place where chunks live: a backend by its registry name, and that backend's options."""
+    """One place where chunks live: a backend by its registry name, and that backend's options.
+
+    Raises:
+        ConfigError: a value cannot be used, or there is no such field; the message names it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    if not TYPE_CHECKING:  # whose readers know the fields from the class
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise _TierError(list(_problems(error, TierSettings))) from None
 
     name: str = Field(min_length=1, max_length=64)
     """What metrics and messages call it; unique."""
@@ -135,7 +150,7 @@ class Settings(BaseSettings):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            raise ConfigError(_told("setting", _problems(error, Settings))) from None
         except SettingsError as error:
             raise ConfigError(f"{error}: lists are written as JSON") from None
 
@@ -186,15 +201,28 @@ class Settings(BaseSettings):
         return self.auth_key.get_secret_value().encode()
 
 
-def _explain(error: ValidationError) -> str:
-    """One line: each bad setting by name, and what is wrong with it (never its value: secrets)."""
-    lines = []
+class _TierError(ConfigError, ValueError):
+    """A ValueError as well, so that pydantic gathers it with what else is wrong with settings."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
+        super().__init__(_told("tier setting", problems))
+        self.problems = problems
+
+
+def _problems(error: ValidationError, cls: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Each bad field of ``cls``, and what is wrong with it (never its value: secrets)."""
     for problem in error.errors(include_url=False, include_input=False):
         where = ".".join(map(str, problem["loc"]))
-        what = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
-            what = f"there is no such setting (known: {', '.join(Settings.model_fields)})"
-            if len(problem["loc"]) > 1:
-                what = f"unknown field (known: {', '.join(TierSettings.model_fields)})"
-        lines.append(f"setting {where}: {what}")
-    return "; ".join(lines)
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, _TierError):
+            yield from ((f"{where}.{field}", what) for field, what in cause.problems)
+        elif problem["type"] == "extra_forbidden":
+            kind = "setting" if cls is Settings else "field"
+            yield where, f"there is no such {kind} (known: {', '.join(cls.model_fields)})"
+        else:
+            yield where, problem["msg"].removeprefix("Value error, ")
+
+
+def _told(what: str, problems: Iterable[tuple[str, str]]) -> str:
+    """One line."""
+    return "; ".join(f"{what} {where}: {wrong}" for where, wrong in problems)

@@ -94,8 +94,8 @@ def _lengths(text: str) -> list[int]:
 
 def _tier(text: str) -> TierSettings:
     try:
-        return TierSettings.model_validate({"name": "tier", **json.loads(text)})
-    except (TypeError, ValueError) as error:  # pydantic's and json's errors are such
+        return TierSettings(**{"name": "tier", **json.loads(text)})
+    except (TypeError, ValueError) as error:  # of settings and of JSON
         raise ConfigError(f"--tier {text!r}: {error}") from error
 
 

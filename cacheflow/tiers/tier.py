@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import ExitStack, aclosing
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
 from cacheflow.abc import StorageBackend
 from cacheflow.clock import SystemClock
@@ -85,7 +85,7 @@ class Tier(StorageBackend):
     @classmethod
     async def open(cls, options: Mapping[str, object]) -> Self:
         """A tier with the fields of :class:`TierSettings` as options, its backend opened too."""
-        settings = TierSettings.model_validate(dict(options))
+        settings = TierSettings(**cast("dict[str, Any]", options))
         kind = await asyncio.to_thread(load_backend, settings.backend)  # reads files
         return await cls.over(await kind.open(settings.options), settings)
 

@@ -165,6 +165,21 @@ async def test_a_store_written_with_another_dtype_is_a_miss(
         assert report.cached_tokens == 0
 
 
+async def test_a_store_written_with_another_layout_is_a_miss(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Chunks of another length lie in the same folder: neither is served for the other, and both
+    stay."""
+    prompt = prompt_of(200)
+    async with opened(model_folder, tmp_path / "s") as flow:
+        cold, _ = await ask(flow, prompt)
+    for chunk, cached in ((2 * CHUNK, (0, 192)), (CHUNK, (192, 192))):
+        async with opened(model_folder, tmp_path / "s", chunk=chunk) as flow:
+            for expected in cached:
+                tokens, report = await ask(flow, prompt)
+                assert (tokens, report.cached_tokens) == (cold, expected), chunk
+
+
 async def test_tenants_do_not_share(model_folder: Path, tmp_path: Path) -> None:
     """Another salt is another key space in the same folder."""
     prompt = prompt_of(200)
