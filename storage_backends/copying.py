@@ -78,8 +78,14 @@ class Copies:
         self._waiter: asyncio.Future[None] | None = None
 
     def begin(self) -> None:
-        """Raises ClosedError if the threads are closed."""
-        for _ in range(min(self._threads.count, self._total)):
+        """As many threads as there is work for: to be woken for none costs as much as to copy.
+
+        Raises:
+            ClosedError: the threads are closed.
+        """
+        nbytes = sum(copy.read.buffer.nbytes for copy in self._left)
+        groups = max(-(-nbytes // _GROUP_BYTES), -(-self._total // _GROUP_READS))
+        for _ in range(min(self._threads.count, groups)):
             job = Job(self._work, self._report)
             self._threads.submit(job)
             self._jobs.append(job)

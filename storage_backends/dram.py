@@ -48,8 +48,10 @@ class _Object:
     lease: Lease
     """Its hold counts the reads that are copying out of it, and the loans."""
     nbytes: int
-    lent: memoryview
+    view: memoryview
     """All of it, as it is lent."""
+    lent: Lent | None = None
+    """What was lent of it last: whoever restores the same prefix wants the same."""
 
 
 class DramBackend(StorageBackend):
@@ -148,13 +150,15 @@ class DramBackend(StorageBackend):
         item = self._find(extent.key)
         if item is None:
             return Lent(extent, TransferStatus.MISSING)
-        first, stop = extent.offset, extent.offset + extent.nbytes
-        if stop > item.nbytes:
+        first, nbytes, lent = extent.offset, extent.nbytes, item.lent
+        if lent is not None and lent.extent.offset == first and lent.extent.nbytes == nbytes:
+            return lent
+        if first + nbytes > item.nbytes:
             return Lent(extent, TransferStatus.SHORT)
-        whole = item.lease.buffer
-        view = item.lent[first:stop]
-        buffer = Buffer(whole.address + first, extent.nbytes, whole.kind, view, whole.hold)
-        return Lent(extent, TransferStatus.OK, buffer)
+        whole, view = item.lease.buffer, item.view[first : first + nbytes]
+        buffer = Buffer(whole.address + first, nbytes, whole.kind, view, whole.hold)
+        item.lent = Lent(extent, TransferStatus.OK, buffer)
+        return item.lent
 
     async def _store(self, write: Write) -> TransferResult:
         """One write, whose parts are held; they are released when the copy has ended."""

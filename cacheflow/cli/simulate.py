@@ -77,18 +77,11 @@ def simulate(
     )
     shape = setup.Shape(requests, lengths, suffix, coverage, holes, load)
     workload, total, jobs = setup.workload(scenario, shape, trace, speed, agents, turns)
-    settings = {
-        "preset": scenario.machine.name,
-        "link": link + (f" in {uplink}" if uplink else ""),
-        "gpus": gpus,
-        "workload": workload.name,
-        "objective": objective,
-        "cells": cells,
-        "seed": seed,
-    }
-    runs = _compare(
-        _Asked(scenario, workload, total, jobs, settings), setup.policies(policy), report
-    )
+    over = link + (f" in {uplink}" if uplink else "")
+    settings: dict[str, Any] = {"preset": scenario.machine.name, "link": over, "gpus": gpus}
+    settings |= {"workload": workload.name, "objective": objective, "cells": cells, "seed": seed}
+    asked = _Asked(scenario, workload, total, jobs, settings)
+    runs = _compare(asked, setup.policies(policy), report)
     if json:
         print_json({"settings": settings, "policies": [run.summary.as_json() for run in runs]})
     else:

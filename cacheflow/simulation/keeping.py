@@ -5,7 +5,7 @@ All blocks are of one size, so a capacity is a number of blocks. Knows positions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -30,7 +30,8 @@ class Keeping:
     how likely each block of a request would be loaded. ``skipped(blocks)``: leading blocks that are
     not stored. ``heads_last``: of blocks used together the first of the prefix counts as the most
     recent, so that a policy without costs keeps what every continuation needs (as servers that need
-    contiguous prefixes must).
+    contiguous prefixes must). ``renewed``: what is there already of a request keeps its place in
+    that order when the rest is stored; for a policy that counts uses it would be one too many.
     """
 
     eviction: EvictionName = "lru"
@@ -38,6 +39,7 @@ class Keeping:
     chance: Callable[[int], Sequence[float]] = lambda blocks: (1.0,) * blocks
     skipped: Callable[[int], int] = lambda blocks: 0
     heads_last: bool = True
+    renewed: bool = True
 
     @classmethod
     def of(
@@ -66,12 +68,10 @@ class Keeping:
             tokens = blocks * block_tokens
             return recomputed_anyway(tokens, block_tokens, grid, tile_seconds, block_seconds)
 
-        keeping = cls(eviction)
+        keeping = cls(eviction, renewed=eviction == "lru")
         if eviction == "cost-aware":
-            keeping = cls(eviction, worth, chance, heads_last=False)
-        if writes == "planned":
-            keeping = cls(eviction, keeping.worth, keeping.chance, skipped, keeping.heads_last)
-        return keeping
+            keeping = replace(keeping, worth=worth, chance=chance, heads_last=False)
+        return replace(keeping, skipped=skipped) if writes == "planned" else keeping
 
 
 LRU: Final = Keeping()
@@ -110,7 +110,7 @@ class BlockStore:
         for index in self._in_order(len(blocks)):
             block = blocks[index]
             if block in self._blocks:
-                if self._keeping.eviction == "lru":  # so that heads stay the most recent
+                if self._keeping.renewed:
                     self._order.touch(block)
             elif index >= skipped:
                 self._make_room()

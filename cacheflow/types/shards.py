@@ -50,4 +50,5 @@ class Shard:
 
     def absolute(self, layers: Span) -> Span:
         """The rank's own ``layers`` as the model counts them."""
-        return Span(self.layers.start + layers.start, self.layers.start + layers.stop)
+        first = self.layers.start
+        return Span(first + layers.start, first + layers.stop) if first else layers

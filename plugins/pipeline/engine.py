@@ -19,7 +19,7 @@ from cacheflow.plugins.pipeline.cutting import keep_layers, load_checked
 from cacheflow.plugins.pipeline.links import Message
 from cacheflow.plugins.pipeline.talk import Talk
 from cacheflow.plugins.ranks import gloo_group, join_ranks, leave_ranks, rank_device, refuse_fast
-from cacheflow.plugins.transformers.copies import as_torch_wants
+from cacheflow.plugins.transformers.copies import elements
 from cacheflow.plugins.transformers.engine import TransformersEngine
 from cacheflow.plugins.transformers.opening import check_options, streams_of
 from cacheflow.plugins.transformers.pages import Paused
@@ -351,7 +351,7 @@ class PipelineEngine(TransformersEngine):
     def _activation(self, part: StagedPart) -> torch.Tensor:
         """An activation in staging memory as ``[C, hidden]``."""
         tokens, size = self.layout.chunk_tokens, self._model.config.hidden_size
-        flat = torch.frombuffer(as_torch_wants(part.view), dtype=self._model.dtype)
+        flat = elements(part.view, self._model.dtype)
         return flat[: tokens * size].view(tokens, size)
 
     def _to_host(self, hidden: torch.Tensor) -> torch.Tensor:

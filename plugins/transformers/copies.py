@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+import warnings
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import torch
 
 from cacheflow.types import Span
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import KVLayout, StagedPart
 
-__all__ = ["Copies", "as_torch_wants", "copies_in", "copies_out", "joined"]
+__all__ = ["Copies", "copies_in", "copies_out", "elements", "joined"]
 
 
 def copies_in(layout: KVLayout, request: OpenRequest, parts: Sequence[StagedPart]) -> Copies:
     """Staging -> pages, to be made on the current stream."""
-    shapes = _Shapes(layout)
+    shapes = _shapes_of(layout)
     return Copies(
         [_cells(shapes, request, part) for part in parts],
         [_payload(shapes, part) for part in parts],
@@ -30,7 +30,7 @@ def copies_in(layout: KVLayout, request: OpenRequest, parts: Sequence[StagedPart
 
 def copies_out(layout: KVLayout, request: OpenRequest, parts: Sequence[StagedPart]) -> Copies:
     """Pages -> staging, to be made on the current stream; padding is zeroed."""
-    shapes = _Shapes(layout)
+    shapes = _shapes_of(layout)
     return Copies(
         [_payload(shapes, part) for part in parts],
         [_cells(shapes, request, part) for part in parts],
@@ -84,8 +84,8 @@ _Shape: TypeAlias = "tuple[int, int, int, int, int]"
 
 
 class _Shapes:
-    """Shape ``[layers, 2, heads, C, D]`` of parts and their strides in a payload: the parts of a
-    load have few, and each is made on the event loop."""
+    """Shape ``[layers, 2, heads, C, D]`` of parts and their strides in a payload: there are few of
+    them, asked for again and again on the event loop."""
 
     __slots__ = ("_known", "_strides", "chunk_tokens", "dtype", "heads", "layout")
 
@@ -116,34 +116,46 @@ class _Shapes:
         return strides
 
 
+@lru_cache(maxsize=64)
+def _shapes_of(layout: KVLayout) -> _Shapes:
+    return _Shapes(layout)
+
+
 def _payload(shapes: _Shapes, part: StagedPart) -> torch.Tensor:
     """The bytes of a part, as they lie in its payload."""
     shape = shapes.of(part)
-    whole = torch.frombuffer(as_torch_wants(part.view), dtype=shapes.dtype)
-    return whole.as_strided(shape, shapes.strides(shape[2]))
+    return elements(part.view, shapes.dtype).as_strided(shape, shapes.strides(shape[2]))
 
 
-def as_torch_wants(view: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]:
-    """The same memory: torch warns of what is read-only, as is what a tier lends, even when it only
-    reads there."""
-    if not view.readonly:
-        return view
-    address = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    return (ctypes.c_char * len(view)).from_address(address)
+def elements(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The same memory, flat. It may be read-only, as is what a tier lends: then it is read only."""
+    return torch.frombuffer(view, dtype=dtype)
+
+
+def _hear_the_warning() -> None:
+    """torch warns, once a process, of memory that cannot be written, even of who only reads there.
+    Going round that costs more for every chunk than all else that is done for it here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        elements(memoryview(b"0"), torch.uint8)
+
+
+_hear_the_warning()
 
 
 def _cells(shapes: _Shapes, request: OpenRequest, part: StagedPart) -> torch.Tensor:
     """The chunk's place in its page."""
     start = part.chunk * shapes.chunk_tokens
-    page = request.page_at(start)
-    data, first, shape = page.data, start - page.start, shapes.of(part)
-    head = 0 if part.heads is None else part.heads.start
-    layers, _, heads, width, _ = data.shape
-    if part.layers.stop > layers or head + shape[2] > heads or first + shape[3] > width:
+    page, shape, at = request.page_at(start), shapes.of(part), part.layers.start
+    first, head = start - page.start, 0 if part.heads is None else part.heads.start
+    layers, _, heads, width, _ = page.shape
+    if at + shape[0] > layers or head + shape[2] > heads or first + shape[3] > width:
         raise ValueError(f"chunk {part.chunk}, {part.layers}, {part.heads} is not in its page")
-    strides = data.stride()  # one call to torch, where slicing makes five
-    at = part.layers.start * strides[0] + head * strides[2] + first * strides[3]
-    return data.as_strided(shape, strides, data.storage_offset() + at)
+    a_layer, _, a_head, a_token, _ = strides = page.strides
+    place = page.offset + at * a_layer + head * a_head + first * a_token
+    return page.data.as_strided(
+        shape, strides, place
+    )  # one call to torch, where slicing makes five
 
 
 def _heads(layout: KVLayout, part: StagedPart) -> Span:

@@ -208,7 +208,6 @@ class Gathered(Generic[W]):
     def submit(self, work: W, nbytes: int) -> asyncio.Future[None]:
         """Queue ``work``; the future ends with it. See :meth:`Lane.submit`."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting.append((work, nbytes, future))
         self._lane.put(self._run)
         return future
@@ -249,6 +248,7 @@ def _deliver(
             future.set_result(None)
         else:
             future.set_exception(error)
+            future.exception()  # nobody's, if its caller was cancelled
 
 
 def prepared(work: Callable[[], T]) -> tuple[asyncio.Future[T], Callable[[], None]]:

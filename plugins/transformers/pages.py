@@ -41,10 +41,18 @@ class Page:
     paused: dict[int, Paused] = field(default_factory=dict)
     """Tiles (pieces of one) stopped half way, by their first token; the compute thread's, one tile
     at a time. Here, not with a request: whoever shares the page can go on with it."""
+    shape: tuple[int, ...] = field(init=False)
+    strides: tuple[int, ...] = field(init=False)
+    offset: int = field(init=False)
+    """Of ``data``, in elements: asking torch for them costs as much as making a view."""
+
+    def __post_init__(self) -> None:
+        self.shape, self.strides = tuple(self.data.shape), self.data.stride()
+        self.offset = int(self.data.storage_offset())
 
     @property
     def width(self) -> int:
-        return self.data.shape[3]
+        return self.shape[3]
 
     @property
     def stop(self) -> int:

@@ -56,7 +56,10 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"staging_bytes": "much"}, "setting staging_bytes: "),
         ({"staging_bytes": 1}, "setting staging_bytes: "),
         ({"tiers": [{"name": "a"}]}, r"setting tiers.0.backend: .*required"),
-        ({"tiers": [{"name": "a", "backend": "x", "z": 1}]}, "setting tiers.0.z: there is no such f"),
+        (
+            {"tiers": [{"name": "a", "backend": "x", "z": 1}]},
+            "tiers.0.z: there is no such field",
+        ),
         ({"tiers": [{"name": "a", "backend": "x"}] * 2}, "setting tiers: two tiers .* 'a'"),
     ],
 )

@@ -82,6 +82,23 @@ async def test_every_copy_is_made() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "woken"), [([100] * 5, 1), ([100] * 17, 3), ([4 << 20] * 2, 2), ([1 << 20] * 64, 4)]
+)
+async def test_threads_are_woken_for_what_there_is(sizes: list[int], woken: int) -> None:
+    """What one thread copies in one go wakes one; never more than there are."""
+    threads = IoThreads(4, "test")
+    load = Copies(threads, copies_of(*sizes))
+    load.begin()
+    assert len(load._jobs) == woken
+    given = 0
+    while group := await load.after(given):
+        given += len(group)
+    load.leave()
+    assert given == len(sizes)
+    assert await threads.aclose(1.0)
+
+
+@pytest.mark.parametrize(
     ("offset", "status", "nbytes"),
     [
         (0, TransferStatus.OK, 10),

@@ -12,7 +12,7 @@ from cacheflow.memory import buffer_from
 from cacheflow.storage_backends.dram import DramBackend
 from cacheflow.testing.objects import aligned_buffer, make_object
 from cacheflow.testing.storage_harness import store_all
-from cacheflow.types import Read, TransferStatus, Write
+from cacheflow.types import Extent, Read, TransferStatus, Write
 
 SIZE = len(make_object(0).data)
 
@@ -50,6 +50,28 @@ async def test_memory_comes_back() -> None:
     assert await backend._threads.aclose(10.0)  # what was still copying has ended
     await asyncio.sleep(0)
     assert backend._arena.free_bytes == backend._arena.capacity
+    await backend.aclose()
+
+
+async def test_what_is_lent_again_is_what_is_there() -> None:
+    """The same range of an object or another one, before and after it was replaced."""
+    backend = await DramBackend.open({"capacity_bytes": 8 * SIZE})
+    loans = []
+    for version in range(3):
+        stored = make_object(1, version)
+        await backend.store([stored.write()])
+        for first, nbytes in ((0, SIZE), (0, SIZE), (512, 100), (0, 100), (512, 100)):
+            loan = backend.borrow([Extent(stored.key, first, nbytes)])
+            loans.append((loan, stored.data[first : first + nbytes]))
+    for loan, data in loans:
+        [part] = loan.parts
+        assert part.buffer is not None
+        assert bytes(part.buffer.view or b"") == data
+        assert part.buffer.hold.in_flight
+    for loan, _ in loans:
+        loan.release()
+    buffers = [part.buffer for loan, _ in loans for part in loan.parts]
+    assert not any(buffer.hold.in_flight for buffer in buffers if buffer is not None)
     await backend.aclose()
 
 
