@@ -57,12 +57,18 @@ async def copy_beside(
 
 def _restored(flow: CacheFlow, source: Resident, keys: Sequence[ChunkKey]) -> tuple[int, bool]:
     """How many of the chunks ``source`` has restored, or is about to; and whether it is."""
-    done = min(agreeing_keys(keys, source.keys), source.copied // flow.engine.layout.chunk_tokens)
     if source.request is None:
         return 0, False
+    done = _done(flow, source, keys)
     theirs, tokens = flow.restorer.restoring(source.request)
     coming = min(agreeing_keys(keys, theirs), tokens // flow.engine.layout.chunk_tokens)
     return max(done, coming), coming > done
+
+
+def _done(flow: CacheFlow, source: Resident, keys: Sequence[ChunkKey]) -> int:
+    """How many of the chunks ``source`` has restored, which are in its ``holder``: while it
+    restores another prompt anew, that is not the request which it restores."""
+    return min(agreeing_keys(keys, source.keys), source.copied // flow.engine.layout.chunk_tokens)
 
 
 async def _copied(
@@ -75,19 +81,20 @@ async def _copied(
 ) -> bool:
     """Whether that is over: ``kv`` has the copy, or there is no room for it. Else less was stored
     than may have been, or it broke off over there, and others may have it."""
-    request = source.opened()
-    if len(tokens) > source.copied:
+    request = source.holder
+    if len(keys) > _done(flow, source, keys):
+        request = source.opened()
         flow.restorer.raise_priority(request, priority)
         segments = await flow.restorer.restored(request)
         if source.request != request or not segments or segments[-1].stop < len(tokens):
             return False
         flow.engine.set_segments(request, Span(0, segments[-1].stop), segments)
     try:
-        await kv.copy(source, tokens, keys)
+        await kv.copy(request, tokens, keys)
     except CapacityError:
         return True
     except ClosedError:
-        if source.request == request:  # then it is we who were forgotten
+        if request in source.requests:  # then it is we who were forgotten
             raise
         return False
     return True

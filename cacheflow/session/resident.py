@@ -59,6 +59,11 @@ class Resident:
         return [each for each in (self.request, self._former) if each is not None]
 
     @property
+    def holder(self) -> str:
+        """The request that the KV of its :attr:`tokens` is in; ClosedError if it was forgotten."""
+        return self._former or self.opened()
+
+    @property
     def is_contended(self) -> bool:
         """Whether memory that there is none of is held by others, or waited for."""
         return self._flow.room.is_contended(self._owner)
@@ -215,13 +220,13 @@ class Resident:
 
     async def adopt(self, source: Resident) -> None:
         """Hold what ``source`` holds as well, sharing its whole pages."""
-        await self.copy(source, source.tokens[:], source.keys)
+        await self.copy(source.opened(), source.tokens[:], source.keys)
         self._is_part, self.copied = source._is_part, source.copied
 
-    async def copy(self, source: Resident, tokens: Sequence[int], keys: Sequence[ChunkKey]) -> None:
-        """Hold ``tokens``, whole chunks of which are ``keys``: those that ``source`` begins with,
-        and whose KV is complete there."""
-        request, count = source.opened(), len(tokens)
+    async def copy(self, request: str, tokens: Sequence[int], keys: Sequence[ChunkKey]) -> None:
+        """Hold ``tokens``, whole chunks of which are ``keys``: those that ``request``, another
+        session's, begins with, and whose KV is complete there."""
+        count = len(tokens)
         self.request = mine = self._flow.new_request(self._owner.id)
         try:
             await self.with_room(lambda: self._flow.engine.fork(request, mine, count))

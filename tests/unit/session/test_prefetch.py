@@ -289,3 +289,27 @@ async def test_forgotten_during_a_prefetch(opened: Opened) -> None:
         with pytest.raises(ClosedError, match="session 's' was forgotten"):
             await prefetch
         assert play.engine.open_requests == []
+
+
+async def test_what_a_session_restores_anew_is_not_copied_before_it_is_there(
+    opened: Opened,
+) -> None:
+    """A session that has another prompt in memory restores one that is stored: a third one, which
+    begins like both, copies what is complete, or waits for what is not."""
+    async with opened() as play:
+        stem, first = prompt_of(140), play.flow.session("first")
+        other = [*stem[:104], *prompt_of(150, 1)]
+        await play.ask(first, other)
+        await play.flow.flush()
+        await first.forget()
+        await play.ask(first, stem, policy="recompute", save=False)
+        held = Held()
+        play.store.before_read = held.wait
+        # What it has of ``stem`` beyond ``other`` stays as it is until its whole tiles are shared.
+        turn = asyncio.create_task(play.ask(first, other, policy="load"))
+        await held.began.wait()
+        prompt = [*stem[:100], *prompt_of(5, 2)]
+        third = asyncio.create_task(play.ask(play.flow.session("third"), prompt))
+        await asyncio.sleep(0)
+        held.go.set()
+        await asyncio.gather(turn, third)
