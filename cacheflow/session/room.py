@@ -38,10 +38,13 @@ class Room:
         self._leaving = 0
         """Sessions that are giving memory back."""
         self._pulse = Pulse()
+        self._changes = 0
+        """How often anybody gave up memory, or took some."""
         self._closed = False
 
     def changed(self) -> None:
         """A session became idle, or holds less memory than before."""
+        self._changes += 1
         self._pulse.beat()
 
     def close(self) -> None:
@@ -57,7 +60,7 @@ class Room:
             yield
         finally:
             self._leaving -= 1
-            self._pulse.beat()
+            self.changed()
 
     @property
     def is_crowded(self) -> bool:
@@ -98,6 +101,7 @@ class Room:
             async with self._door:
                 waits = False
                 while True:
+                    before = self._changes
                     try:
                         return await self.to(work, asking)
                     except CapacityError:
@@ -106,7 +110,9 @@ class Room:
                                 "CacheFlow was closed: no KV memory came free"
                             ) from None
                         if not self._is_held(asking):
-                            raise
+                            if self._changes == before:
+                                raise
+                            continue  # they had it when the engine was asked
                     self.waited += not waits
                     waits = True
                     await self._pulse.next()

@@ -189,3 +189,30 @@ async def test_many_newcomers_at_once(opened: Opened) -> None:
             await asyncio.gather(
                 *(play.ask(play.flow.session(f"new{i}"), prompt_of(50, 20 + i)) for i in range(8))
             )
+
+
+async def test_memory_that_came_free_while_the_engine_was_asked_is_asked_for_again(
+    opened: Opened,
+) -> None:
+    """An engine may take its time to say that there is none: by then the last holder is gone."""
+    async with opened(kv_tokens=64) as play:
+        stream = play.flow.session("busy").generate(prompt_of(50, 2), max_new_tokens=3)
+        await anext(stream)
+        engine: Any = play.engine
+        found_none, go, open_it = asyncio.Event(), asyncio.Event(), engine.open
+
+        async def slow(request_id: str, tokens: list[int]) -> None:
+            try:
+                await open_it(request_id, tokens)
+            except CapacityError:
+                found_none.set()
+                await go.wait()
+                raise
+
+        engine.open = slow
+        turn = asyncio.create_task(play.ask(play.flow.session("new"), prompt_of(50, 1)))
+        await found_none.wait()
+        await stream.aclose()
+        await play.flow.session("busy").forget()
+        go.set()
+        await turn
