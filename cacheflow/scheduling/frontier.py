@@ -155,6 +155,10 @@ class Frontier(Racing):
         """Compute broke off in ``work``: what it claimed since then may not be there, and the
         hidden state is lost. For the others that share the tile."""
         if work.is_suffix:
+            for i, piece in enumerate(self.spec.suffix):
+                if piece == work.tile:
+                    self._count_suffix(self.suffix_low[i], self._suffix_work[i])
+                    self.suffix_low[i] = 0
             return
         t = self.index(work)
         state = self.tiles[t]

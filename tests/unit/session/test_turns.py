@@ -310,3 +310,19 @@ async def test_an_arriving_turn_waits_for_the_one_before(opened: Opened) -> None
     async with opened() as play:
         session = play.flow.session("s")
         await asyncio.gather(*(play.ask(session, prompt_of(60, seed)) for seed in range(4)))
+
+
+async def test_an_engine_that_raises_in_the_middle_of_a_suffix_is_heard(opened: Opened) -> None:
+    """Its own error ends the turn: the hidden state that it lost is not asked for."""
+    async with opened() as play:
+
+        def burns(work: TileWork, layer: int) -> None:
+            if work.is_suffix and layer == 2:
+                raise RuntimeError("burnt")
+
+        before, play.engine.before_layer = play.engine.before_layer, burns
+        session = play.flow.session("s")
+        with pytest.raises(RuntimeError, match="burnt"):
+            await play.ask(session, prompt_of(20))
+        play.engine.before_layer = before
+        await play.ask(session, prompt_of(20))
