@@ -153,9 +153,8 @@ def _cells(shapes: _Shapes, request: OpenRequest, part: StagedPart) -> torch.Ten
         raise ValueError(f"chunk {part.chunk}, {part.layers}, {part.heads} is not in its page")
     a_layer, _, a_head, a_token, _ = strides = page.strides
     place = page.offset + at * a_layer + head * a_head + first * a_token
-    return page.data.as_strided(
-        shape, strides, place
-    )  # one call to torch, where slicing makes five
+    # One call to torch, where slicing makes five.
+    return page.data.as_strided(shape, strides, place)
 
 
 def _heads(layout: KVLayout, part: StagedPart) -> Span:
