@@ -110,7 +110,8 @@ class Engine(Recomputer, Protocol):
         ...
 
     async def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Append prompt tokens to an open request whose KV so far stays; see :meth:`open`."""
+        """Append prompt tokens to an open request whose KV so far stays; see :meth:`open`. If it is
+        cancelled or fails, nothing has changed."""
         ...
 
     async def fork(self, source_id: str, request_id: str, tokens: int) -> None:
