@@ -243,8 +243,12 @@ class Engine(ServingEngine):
         await self._events.wait("close")
 
     async def fork(self, source_id: str, request_id: str, tokens: int) -> None:
-        await self._events.wait("fork")
-        await super().fork(source_id, request_id, tokens)
+        await super().fork(source_id, request_id, tokens)  # at once: the source may go on behind it
+        try:
+            await self._events.wait("fork")
+        except BaseException:  # cancelled: nobody would know of it
+            await super().close(request_id)
+            raise
 
     async def truncate(self, request_id: str, tokens: int) -> None:
         await self._events.wait("truncate")
