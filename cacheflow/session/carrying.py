@@ -69,8 +69,9 @@ async def save_session(
         "tokens": list(tokens),
         "chunks": [key.digest.hex() for key in keys],
     }
-    await asyncio.to_thread(_write, path, text)
+    writing = asyncio.ensure_future(asyncio.to_thread(_write, path, text))
     try:
+        await to_the_end(writing)  # a folder that is made is known, and taken away again
         found = {name: await _asked(tier, keys) for name, tier in tiers.items()}
         async with write_archive(path / _CHUNKS) as archive:
             for at in range(len(keys)):
@@ -79,7 +80,8 @@ async def save_session(
                 ]
                 await _add_one(archive, copies)
     except BaseException:
-        await to_the_end(asyncio.ensure_future(asyncio.to_thread(_remove, path)))
+        if not writing.cancelled() and writing.exception() is None:  # else it is not ours
+            await to_the_end(asyncio.ensure_future(asyncio.to_thread(_remove, path)))
         raise
     return Carried(len(keys), archive.count)
 

@@ -7,11 +7,13 @@ import json
 import math
 import os
 import stat
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cacheflow.errors import ConfigError, IntegrityError
+from cacheflow.session import carrying
 from cacheflow.testing.storage import MemoryBackend
 from tests.unit.session.conftest import prompt_of
 
@@ -192,3 +194,32 @@ async def test_each_chunk_comes_from_whichever_tier_has_it(opened: Opened, tmp_p
                 del tiers[name].objects[key]
         carried = await session.export(tmp_path / "out")
         assert carried.copied == 18
+
+
+async def test_an_export_cancelled_while_its_folder_is_made_leaves_none(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it can be tried again under the same name."""
+    began, go, ended = threading.Event(), threading.Event(), threading.Event()
+    write = carrying._write
+
+    def slow(*arguments: Any) -> None:
+        began.set()
+        assert go.wait(20)
+        write(*arguments)
+        ended.set()
+
+    monkeypatch.setattr(carrying, "_write", slow)
+    async with opened() as play:
+        session = play.flow.session("s")
+        await play.ask(session, prompt_of(50))
+        export = asyncio.create_task(session.export(tmp_path / "out"))
+        assert await asyncio.to_thread(began.wait, 20)
+        export.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await export
+        assert await asyncio.to_thread(ended.wait, 20)
+        assert not (tmp_path / "out").exists()
+        await session.export(tmp_path / "out")
