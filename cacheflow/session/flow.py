@@ -190,14 +190,9 @@ class CacheFlow:
         return await self.saver.flush(seconds("timeout", timeout))
 
     async def forget(self) -> None:
-        """Drop the KV of every session from memory, as :meth:`Session.forget` does."""
-        sessions = list(self._resident)
-        try:
-            open_ = [each for session in sessions for each in session.requests]
-            await self.saver.release(open_, FORGET_SECONDS)
-        finally:
-            for session in sessions:
-                await session.drop()
+        """Drop the KV of every session from memory, as :meth:`Session.forget` does: of all at once,
+        so that a turn which begins while some of it is still to be copied is none of them."""
+        await asyncio.gather(*(each.drop(FORGET_SECONDS) for each in list(self._resident)))
 
     def session_counts(self) -> dict[str, int]:
         """How many sessions are known: ``resident`` with KV in memory, ``forgotten`` without."""

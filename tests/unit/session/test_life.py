@@ -15,6 +15,7 @@ from cacheflow.tiers.tier import Tier
 from tests.unit.session.conftest import Held, cold, prompt_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from cacheflow.types import ChunkKey
@@ -309,3 +310,26 @@ async def test_cold_runs_are_what_the_engine_says(opened: Opened) -> None:
     async with opened() as play:
         stream = play.flow.session("s").generate(PROMPT, max_new_tokens=4, policy="recompute")
         assert [token async for token in stream] == cold(PROMPT, 4)
+
+
+async def test_all_is_forgotten_at_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While what is still to be stored is copied, the next turns begin, and are not forgotten."""
+    async with opened() as play:
+        sessions = [play.flow.session(f"s{number}") for number in range(3)]
+        for number, session in enumerate(sessions):
+            await play.ask(session, prompt_of(100, number))
+        held, release = Held(), play.flow.saver.release
+        before = {name for session in sessions for name in session.requests}
+
+        async def slow(names: Collection[str], patience: float = 0.0) -> None:
+            if before.intersection(names):
+                await held.wait()
+            await release(names, patience)
+
+        monkeypatch.setattr(play.flow.saver, "release", slow)
+        forgetting = asyncio.create_task(play.flow.forget())
+        await held.began.wait()
+        turns = [asyncio.create_task(play.ask(s, [*s.tokens, 5])) for s in sessions]
+        await asyncio.wait(turns, timeout=1.0)
+        held.go.set()
+        await asyncio.gather(forgetting, *turns)
