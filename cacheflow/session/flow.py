@@ -18,7 +18,7 @@ from cacheflow.session.decoding import DecodeLoop
 from cacheflow.session.opening import open_parts
 from cacheflow.session.prompts import agreeing_keys, seconds, whole_number
 from cacheflow.session.room import Room
-from cacheflow.session.session import FORGET_SECONDS, Session
+from cacheflow.session.session import Session
 from cacheflow.session.tenants import Tenant, tenant_of
 from cacheflow.settings import Settings
 
@@ -192,7 +192,7 @@ class CacheFlow:
     async def forget(self) -> None:
         """Drop the KV of every session from memory, as :meth:`Session.forget` does: of all at once,
         so that a turn which begins while some of it is still to be copied is none of them."""
-        await asyncio.gather(*(each.drop(FORGET_SECONDS) for each in list(self._resident)))
+        await asyncio.gather(*(each.forget() for each in list(self._resident)))
 
     def session_counts(self) -> dict[str, int]:
         """How many sessions are known: ``resident`` with KV in memory, ``forgotten`` without."""

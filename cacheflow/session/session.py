@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from cacheflow.session.carrying import Carried
     from cacheflow.types import ChunkKey
 
-__all__ = ["FORGET_SECONDS", "Session"]
+__all__ = ["Session"]
 
-FORGET_SECONDS: Final = 1.0
+_FORGET_SECONDS: Final = 1.0
 """Forgetting waits this long for room to copy what is still to be stored."""
 
 
@@ -60,7 +60,7 @@ class Session(Conversation):
                 raise ConfigError(f"{self._kv.name} has {len(self._history)} tokens, not {to}")
             self._joined = None
             kept = min(to, agreeing(self._kv.tokens, self._history))
-            await self._kv.cut(kept, FORGET_SECONDS)
+            await self._kv.cut(kept, _FORGET_SECONDS)
             self._history = self._history[:to]
             self.keys = self.keys[: to // self._flow.engine.layout.chunk_tokens]
             self._touch()
@@ -110,7 +110,7 @@ class Session(Conversation):
         What is to be stored and finds no room to wait within a second is dropped, and counted:
         ``flush`` before, if all of it matters. A turn under way ends with a ClosedError.
         """
-        await self._kv.drop(FORGET_SECONDS)
+        await self._kv.drop(_FORGET_SECONDS)
 
     async def close(self) -> None:
         """The session ends: its KV leaves memory, but for what others share, and the tiers may let
@@ -120,7 +120,7 @@ class Session(Conversation):
             return
         self._closed = True
         try:
-            await self._kv.drop(FORGET_SECONDS)
+            await self._kv.drop(_FORGET_SECONDS)
         finally:
             only_here = self._flow.discard(self, self.keys)
         now = self._flow.clock.now()

@@ -329,7 +329,11 @@ async def test_all_is_forgotten_at_once(opened: Opened, monkeypatch: pytest.Monk
         monkeypatch.setattr(play.flow.saver, "release", slow)
         forgetting = asyncio.create_task(play.flow.forget())
         await held.began.wait()
+        decoding = Held()
+        play.engine.before_step = decoding.wait
         turns = [asyncio.create_task(play.ask(s, [*s.tokens, 5])) for s in sessions]
-        await asyncio.wait(turns, timeout=1.0)
+        await decoding.began.wait()
         held.go.set()
-        await asyncio.gather(forgetting, *turns)
+        await forgetting
+        decoding.go.set()
+        await asyncio.gather(*turns)
