@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cacheflow.errors import CacheFlowError
     from cacheflow.memory import Lease, StagingPool
     from cacheflow.tiers import Located
-    from cacheflow.tiers.cover import Take
+    from cacheflow.tiers.covering import Take
     from cacheflow.types import Load, Loan
 
 __all__ = ["fetched"]

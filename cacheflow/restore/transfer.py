@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.kv import ChunkAuth
-    from cacheflow.tiers.cover import Take
+    from cacheflow.tiers.covering import Take
     from cacheflow.types import ChunkInfo, Read
 
 __all__ = ["LoadFailed", "Piece", "published_parts", "sliced_stride", "verify_pieces"]

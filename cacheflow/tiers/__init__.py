@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cacheflow.tiers.archive import Imported, export_objects, import_objects
+    from cacheflow.tiers.covering import Take, cover
     from cacheflow.tiers.encoded import Encoded
     from cacheflow.tiers.guarded import Guarded
     from cacheflow.tiers.health import Ailment, Health, HealthLimits
@@ -26,7 +27,9 @@ __all__ = [
     "HealthLimits",
     "Imported",
     "Located",
+    "Take",
     "Tier",
+    "cover",
     "export_objects",
     "front",
     "import_objects",
@@ -41,7 +44,9 @@ _WHERE: Final = {
     "HealthLimits": "health",
     "Imported": "archive",
     "Located": "located",
+    "Take": "covering",
     "Tier": "tier",
+    "cover": "covering",
     "front": "opening",
     "export_objects": "archive",
     "import_objects": "archive",

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import BackendError, IntegrityError
 from cacheflow.kv import Stamp, check_layout, check_stamp
-from cacheflow.tiers.cover import bitmap, cover
+from cacheflow.tiers.covering import bitmap, cover
 from cacheflow.types import Coverage, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cacheflow.abc import StorageBackend
-    from cacheflow.tiers.cover import Take
+    from cacheflow.tiers.covering import Take
     from cacheflow.types import ChunkInfo, ChunkKey, KVLayout, Load, Span
 
 __all__ = ["Located", "locate"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cacheflow.errors import IntegrityError
 from cacheflow.kv import check_layout, check_stamp
-from cacheflow.tiers.cover import bitmap
+from cacheflow.tiers.covering import bitmap
 from cacheflow.types import Shard
 
 if TYPE_CHECKING:

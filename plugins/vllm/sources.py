@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cacheflow.errors import IntegrityError
 from cacheflow.kv import checksum, verify
-from cacheflow.tiers.cover import cover
+from cacheflow.tiers import cover
 from cacheflow.types import Codec, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cacheflow.tiers.cover import Take
+    from cacheflow.tiers import Take
     from cacheflow.types import ChunkInfo, ObjectKey, Shard
 
 __all__ = ["CorruptPart", "Range", "Source", "source"]

@@ -19,7 +19,8 @@ MAPPING = {
 }
 
 NEEDS_VLLM = tuple(
-    f"cacheflow.plugins.vllm.{name}" for name in ("connector", "metrics", "scheduler")
+    f"cacheflow.plugins.vllm.{name}"
+    for name in ("connector", "halves", "messages", "metrics", "scheduler")
 )
 IMPORT_ALL = """
 import importlib, importlib.util, pkgutil, sys, warnings
