@@ -62,11 +62,12 @@ def main() -> None:
         for name, peer in (("LMCache", lmcache), ("CacheFlow", cacheflow)):
             measured = Measured(peer, Path(folder) / name, prompts, options)
             rows[name] = measured.disk()
+            print(f"{name}: {rows[name]}", file=sys.stderr)  # it takes minutes to get here
             if not reason:
                 # The same link for both: what the first of them needs for its balance.
                 bandwidth = bandwidth or measured.balance(rows[name]["cold_s"])
                 rows[name] |= measured.link(bandwidth)
-            print(f"{name}: {rows[name]}", file=sys.stderr)  # it takes minutes to get here
+                print(f"{name}: {rows[name]}", file=sys.stderr)
     if options.json:
         print(json.dumps({"bandwidth": bandwidth, **rows}, indent=2))
         return

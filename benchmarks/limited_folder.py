@@ -7,6 +7,7 @@ root and a real disk below the folder.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,7 @@ __all__ = ["forget", "limited_reads", "why_not"]
 _V1: Final = Path("/sys/fs/cgroup/blkio")
 _V2: Final = Path("/sys/fs/cgroup")
 _NAME: Final = "cacheflow-bench"
+_PATIENCE: Final = 30.0
 
 
 def forget(folder: Path) -> None:
@@ -65,11 +67,20 @@ def limited_reads(folder: Path, bandwidth: float) -> Iterator[None]:
 
 
 def _leave(root: Path, group: Path) -> None:
-    """Move everybody out: helpers of this process, like multiprocessing's, may still be there."""
-    for process in (group / "cgroup.procs").read_text().split():
-        with suppress(ProcessLookupError):
-            (root / "cgroup.procs").write_text(process)
-    group.rmdir()
+    """Move everybody out: helpers of this process, like multiprocessing's, may still be there; and
+    who is just ending keeps the group for a moment longer."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        for process in (group / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):
+                (root / "cgroup.procs").write_text(process)
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def _groups() -> tuple[Path, Path]:
