@@ -131,10 +131,6 @@ class Session(Conversation):
         async with self._alone():
             await self._kv.drop()
 
-    async def drop(self) -> None:
-        """:meth:`forget` without patience."""
-        await self._kv.drop()
-
     async def _tell_tiers(self, advice: Advice, keys: Sequence[ChunkKey]) -> None:
         """Now, and once more when what waits to be stored is stored."""
         tiers = self._flow.backends.values()

@@ -38,6 +38,27 @@ async def begun(
     return held, prefetch
 
 
+def looking(play: Play) -> Held:
+    """Lookups wait until they are let go."""
+    held = Held()
+    play.store.before_lookup = held.wait
+    return held
+
+
+def admissions(play: Play) -> asyncio.Queue[Any]:
+    """What the scheduler is given from now on, in order."""
+    specs: asyncio.Queue[Any] = asyncio.Queue()
+    scheduler: Any = play.flow.restorer.scheduler
+    admit = scheduler.admit
+
+    def watched(spec: Any, *arguments: Any, **options: Any) -> None:
+        admit(spec, *arguments, **options)
+        specs.put_nowait(spec)
+
+    scheduler.admit = watched
+    return specs
+
+
 async def test_the_turn_after_a_prefetch_restores_nothing(opened: Opened) -> None:
     """The history is in memory, as far as its KV can be; only what is new is computed."""
     async with opened() as play:
@@ -161,60 +182,34 @@ async def test_a_joined_prefetch_that_is_cancelled(opened: Opened) -> None:
 async def test_a_turn_joins_a_prefetch_that_is_still_looking(opened: Opened) -> None:
     """While the tiers are being asked the restore takes the turn's priority, too."""
     async with opened() as play:
-        session, asked, go = await stored(play), asyncio.Event(), asyncio.Event()
-        seen: list[int] = []
-        scheduler: Any = play.flow.restorer.scheduler
-        admit = scheduler.admit
-
-        async def look() -> None:
-            asked.set()
-            await go.wait()
-
-        def watched(spec: Any, *arguments: Any, **options: Any) -> None:
-            seen.append(spec.priority)
-            admit(spec, *arguments, **options)
-
-        play.store.before_lookup = look
-        scheduler.admit = watched
+        session = await stored(play)
+        held, specs = looking(play), admissions(play)
         prefetch = asyncio.create_task(session.prefetch(policy="load"))
-        await asked.wait()
+        await held.began.wait()
         turn = asyncio.create_task(play.ask(session, [*session.tokens, 5], priority=7))
         await asyncio.sleep(0)
-        go.set()
+        held.go.set()
         await asyncio.gather(prefetch, turn)
-        assert seen == [7]
+        assert [(await specs.get()).priority] == [7]
+        assert specs.empty()
 
 
 async def test_a_turn_joins_a_prefetch_whose_store_does_not_answer(opened: Opened) -> None:
     """Nothing is known of what is stored when the restore begins: all of the longer prompt is
     computed nevertheless, its last token above all."""
     async with opened() as play:
-        session, go = await stored(play), asyncio.Event()
-        asked, admitted = asyncio.Event(), asyncio.Event()
-        specs: list[Any] = []
-        scheduler: Any = play.flow.restorer.scheduler
-        admit = scheduler.admit
-
-        async def look() -> None:
-            asked.set()
-            await go.wait()
-
-        def watched(spec: Any, *arguments: Any, **options: Any) -> None:
-            specs.append(spec)
-            admit(spec, *arguments, **options)
-            admitted.set()
-
-        play.store.before_lookup = look
-        scheduler.admit = watched
+        session = await stored(play)
+        held, specs = looking(play), admissions(play)
         prefetch = asyncio.create_task(session.prefetch(policy="adaptive"))
-        await asked.wait()
+        await held.began.wait()
         prompt = [*session.tokens, *prompt_of(20, 1)]
         turn = asyncio.create_task(play.ask(session, prompt))
-        await admitted.wait()  # although nobody has answered
-        go.set()
+        spec = await specs.get()  # although nobody has answered
+        held.go.set()
         await asyncio.gather(prefetch, turn)
-        assert [spec.total_tokens for spec in specs] == [len(prompt)]
-        assert specs[0].suffix[-1].stop == len(prompt)
+        assert specs.empty()
+        assert spec.total_tokens == len(prompt)
+        assert spec.suffix[-1].stop == len(prompt)
 
 
 async def test_a_turn_with_another_prompt_ends_a_prefetch(opened: Opened) -> None:
