@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cacheflow.errors import ClosedError
+from cacheflow.storage_backends.nixl.orders import Orders
 from cacheflow.storage_backends.nixl.traffic import Traffic, attempt, plain
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Reactor:
     def __init__(self, make_agent: Callable[[], Agent], *, depth: int = 16) -> None:
         self._make_agent: Final = make_agent
         self._loop = asyncio.get_running_loop()
-        self._todo: queue.SimpleQueue[Callable[[Agent], None]] = queue.SimpleQueue()
+        self._todo: Orders[Callable[[Agent], None]] = Orders()
         self._is_closed = False
         self._ended: asyncio.Event = asyncio.Event()
         """The thread has nothing left to look after."""
@@ -184,10 +184,8 @@ class Reactor:
 
     def _take_orders(self, agent: Agent) -> None:
         """All there are now; sleeps until there is one, or until the next turn is due."""
-        with contextlib.suppress(queue.Empty):
-            self._todo.get(timeout=self._traffic.wait())(agent)
-            for _ in range(self._todo.qsize()):  # what comes meanwhile waits for the next turn
-                self._todo.get_nowait()(agent)
+        for order in self._todo.take(self._traffic.wait()):  # what comes meanwhile: the next turn
+            order(agent)
 
     def _arrive(self, flight: Flight, error: Exception | None) -> None:
         self._arrived.append((flight, error))

@@ -89,7 +89,8 @@ class Peer:
         self._options = options
         self._channel: Channel | None = None
         self._doubted = asyncio.Event()
-        self._is_link_bad = False
+        self._fault = ""
+        """How a transfer over the link failed."""
         self._ways = Ways(transports)
         self._has_delivered = False
         """Something has come or gone over the link."""
@@ -148,10 +149,10 @@ class Peer:
         if self.link is link:
             self._has_delivered = True
 
-    def suspect_link(self, link: Link) -> None:
+    def suspect_link(self, link: Link, error: BackendError) -> None:
         """A transfer over ``link`` failed: it is made anew, if the store answers at all."""
         if self.link is link and self._channel is not None:
-            self._is_link_bad = True
+            self._fault = f"a transfer failed ({error})"
             self._suspect(self._channel)
 
     # -- leases --------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ class Peer:
         self._has_delivered = False
         self.hello, self.refused, self.reason = answer, None, ""
         self._doubted.clear()
-        self._is_link_bad = False
+        self._fault = ""
         self._become(PeerState.UP)
         self.tried.set()
         _log.info("store %s: up, transport %s", self.name, answer.transport)
@@ -276,8 +277,8 @@ class Peer:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 doubted.cancel()
-            if self._is_link_bad:
-                await self._lose("a transfer failed")
+            if self._fault:
+                await self._lose(self._fault)
                 return
             if channel.ended.done() or not await self._answers(channel):
                 await self._lose("it does not answer any more")
@@ -305,7 +306,7 @@ class Peer:
             _log.warning("store %s: down: %s", self.name, reason)
             self._become(PeerState.DOWN)
         if link is not None:
-            if self._is_link_bad and self.hello is not None:
+            if self._fault and self.hello is not None:
                 self._no_way(self.hello.transport, delivered=self._has_delivered)
             link.close()
         if channel is not None:

@@ -109,8 +109,8 @@ class Loading:
             peer.delivered(link)
         except Refused:
             raise  # the link works: the lease is over
-        except BackendError:
-            peer.suspect_link(link)
+        except BackendError as error:
+            peer.suspect_link(link, error)
             raise
 
     async def _check_lease(self, peer: Peer, read: Read, place: Place) -> None:

@@ -109,8 +109,8 @@ class Storing:
         try:
             await link.write(pieces, deadline=self._seconds)
             peer.delivered(link)
-        except BackendError:
-            peer.suspect_link(link)
+        except BackendError as error:
+            peer.suspect_link(link, error)
             raise
 
     async def _commit(self, peer: Peer, at: int, place: _Place) -> _Ended:

@@ -149,7 +149,8 @@ async def test_a_store_that_is_killed(transports: str) -> None:
 
 async def test_a_store_that_hangs(transports: str) -> None:
     """A read from a stopped store ends at its deadline and its memory stays held; when the store
-    goes on, so does the link, and the memory comes back."""
+    goes on, so does the link, and the memory comes back. In shared memory the read needs nobody's
+    help, mostly: UCX may still be making the connection."""
     async with linked() as (store, transport, link):
         pool = StagingPool(8 << 20, pin=False)
         await registered(transport, pool)
@@ -162,7 +163,8 @@ async def test_a_store_that_hangs(transports: str) -> None:
         error = await outcome(link.read([piece], deadline=0.3))
         assert loop.time() - start < 3
         late = "0.3 s" in str(error)
-        assert late is (transports == "tcp")  # shared memory needs nobody's help
+        assert late or transports == "all"
+        assert late or bytes(lease.view) == CONTENT[PART : 2 * PART]
         assert lease.hold.in_flight == late
         lease.release()
         assert pool.quarantined_bytes() == (PART if late else 0)
