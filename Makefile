@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and benches start many processes: each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: $(BENCHES) help demo test test-full test-vllm setup-vllm setup-nixl bench-vllm setup-lmcache bench-lmcache lint format typecheck layers check-typecheck check-layers tree bench dashboards setup wheel wheels clean distclean
+.PHONY: $(BENCHES) help demo test test-full test-oldest test-vllm setup-vllm setup-nixl bench-vllm setup-lmcache bench-lmcache lint format typecheck layers check-typecheck check-layers tree bench dashboards setup wheel wheels clean distclean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -40,6 +40,11 @@ test: $(VENV)/.dev ## All tests, with branch coverage (ARGS="-k name" to choose)
 
 test-full: export CACHEFLOW_FULL := 1
 test-full: test ## All tests, with many more random examples
+
+# In front of the newest, in a folder of its own: everything else stays as it is.
+test-oldest: $(VENV)/.oldest ## Tests of the engine with the oldest transformers that it supports
+	PYTHONPATH=$(abspath $(VENV))/oldest $(RUN) -m pytest -n $(WORKERS) --maxprocesses 4 \
+	    tests/unit/engine tests/e2e/test_exact_restore.py tests/e2e/test_engine_smollm2.py $(ARGS)
 
 lint: $(VENV)/.dev typecheck layers ## Style, types and layers
 	$(BIN)/ruff check .
@@ -120,6 +125,11 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.demo
 
 $(VENV)/.nixl: requirements/nixl.txt $(VENV)/.dev
 	$(RUN) -m pip install -q --no-compile --no-deps -r $<
+	@touch $@
+
+$(VENV)/.oldest: requirements/oldest.txt $(VENV)/.dev
+	rm -rf $(VENV)/oldest
+	$(RUN) -m pip install -q --no-compile --no-deps --target $(VENV)/oldest -r $<
 	@touch $@
 
 # Everything is pinned and nothing resolved: vLLM's own requirements ask for more than it needs here.

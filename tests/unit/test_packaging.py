@@ -6,6 +6,7 @@ import ast
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def test_no_source_imports_the_generic_names(folder: str) -> None:
 
 def test_lock_pins_everything() -> None:
     """Each line of the lock files pins one version exactly, and names no host, path or index."""
-    for name in ("demo.txt", "dev.txt", "vllm.txt"):
+    for name in ("demo.txt", "dev.txt", "oldest.txt", "vllm.txt"):
         for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines():
             if line.startswith("#") or line == "-r demo.txt":
                 continue
@@ -128,3 +129,15 @@ def test_lock_pins_everything() -> None:
             assert version[:1].isdigit(), line
             assert "+" not in version, f"{line}: a local version exists on one machine only"
             assert "/" not in line, line
+
+
+def test_the_oldest_transformers_is_the_one_that_is_tested() -> None:
+    """`make test-oldest` runs the engine on the lower bound that pyproject.toml promises."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [bound] = (
+        requirement
+        for requirement in project["optional-dependencies"]["transformers"]
+        if requirement.startswith("transformers>=")
+    )
+    pins = (ROOT / "requirements" / "oldest.txt").read_text(encoding="utf-8").splitlines()
+    assert f"{bound.replace('>=', '==')}.0" in pins
