@@ -41,7 +41,9 @@ class MemoryBackend(StorageBackend):
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         if self.before_lookup is not None:
             await self.before_lookup()
-        infos = [decode_header(memoryview(data)) for data in self.objects.values()]
+        asked = set(keys)
+        stored = [data for key, data in self.objects.items() if key.chunk in asked]
+        infos = [decode_header(memoryview(data)) for data in stored]
         return [[info for info in infos if info.key.chunk == key] for key in keys]
 
     async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:

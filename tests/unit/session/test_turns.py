@@ -79,6 +79,22 @@ async def test_usage_adds_up(opened: Opened) -> None:
             assert policy == "adaptive" or usage.loaded_tokens == 288
 
 
+async def test_a_hit_larger_than_staging_memory_is_whole(opened: Opened) -> None:
+    """It comes piece by piece: of a MiB through a third of one nothing is left out, and nothing
+    looks like a shorter hit."""
+    prompt = prompt_of(1025)
+    async with opened(staging_bytes=1 << 20) as play:
+        session = play.flow.session("s")
+        await play.ask(session, prompt)
+        await play.flow.flush(60)
+        assert sum(map(len, play.store.objects.values())) > 1 << 20
+        for policy in ("load", "adaptive"):
+            await session.forget()
+            usage = (await play.ask(session, prompt, policy=policy)).usage
+            assert usage.cached_tokens == 1024
+            assert policy == "adaptive" or usage.loaded_tokens == 1024
+
+
 async def test_it_stops_at_a_stop_token(opened: Opened) -> None:
     """The stop token is the last one, and the reason says so."""
     async with opened() as play:
