@@ -110,13 +110,19 @@ class Engine(Recomputer, Protocol):
         ...
 
     async def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Append prompt tokens to an open request whose KV so far stays; see :meth:`open`. If it is
-        cancelled or fails, nothing has changed."""
+        """Append prompt tokens to an open request whose KV so far stays; see :meth:`open`.
+
+        The request is longer in the moment of the return, not before: an engine that awaits
+        anything does so first, and appends when nothing can be cancelled any more. If it is
+        cancelled or fails, nothing has changed: its caller, who is cancelled too, goes on with the
+        request as it was.
+        """
         ...
 
     async def fork(self, source_id: str, request_id: str, tokens: int) -> None:
         """Open ``request_id`` with the first ``tokens`` tokens of ``source_id``, KV included, whose
-        KV must be complete. Whole pages are shared, the last one is copied.
+        KV must be complete. Whole pages are shared, the last one is copied. The source may go on
+        meanwhile. If it is cancelled or fails, nothing is open.
 
         Raises:
             CapacityError: no KV memory is left for the copy.

@@ -50,7 +50,7 @@ class Recomputer(Protocol):
     async def open(self, request_id: str, tokens: Sequence[int]) -> None:
         """Make room for ``tokens`` (the whole prompt) and remember them.
 
-        Nothing of them is in the KV cache yet.
+        Nothing of them is in the KV cache yet. If it is cancelled or fails, nothing is open.
 
         Raises:
             CapacityError: no KV memory is left.
