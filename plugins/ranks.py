@@ -6,6 +6,8 @@ or the caller's arguments say. Over gloo: an engine that wants NCCL beside it ma
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,9 +20,17 @@ from cacheflow.errors import ConfigError, PeerError
 from cacheflow.plugins.transformers.device import pick_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Joined", "gloo_group", "join_ranks", "leave_ranks", "rank_device", "refuse_fast"]
+__all__ = [
+    "Joined",
+    "check_alike",
+    "gloo_group",
+    "join_ranks",
+    "leave_ranks",
+    "rank_device",
+    "refuse_fast",
+]
 
 _MEETING: Final = "env://"
 _PLACE: Final = ("MASTER_ADDR", "MASTER_PORT")
@@ -79,6 +89,30 @@ def gloo_group(deadline: float) -> distributed.ProcessGroup:
         raise _absent(error, deadline) from error
     assert isinstance(group, distributed.ProcessGroup), "all ranks are in it"
     return group
+
+
+def check_alike(
+    group: distributed.ProcessGroup, identity: Mapping[str, str | int], deadline: float
+) -> None:
+    """Compare the ``identity`` of this rank's model with all others'. Blocking.
+
+    Raises:
+        ConfigError: they have not loaded the same one; says which ranks have.
+        PeerError: another rank is gone.
+    """
+    text = json.dumps(identity, sort_keys=True).encode()
+    mine = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    said = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
+    try:
+        distributed.all_gather(said, mine, group=group)
+    except RuntimeError as error:
+        raise _absent(error, deadline) from error
+    others = [rank for rank, theirs in enumerate(said) if not torch.equal(theirs, mine)]
+    if others:
+        raise ConfigError(
+            f"this rank's model is not that of ranks {', '.join(map(str, others))}: give all ranks "
+            "the same files, dtype and chunk_tokens"
+        )
 
 
 def rank_device(name: str) -> torch.device:

@@ -25,10 +25,12 @@ from cacheflow.pool.session import Session
 from cacheflow.pool.slots import Arena
 from cacheflow.pool.spill import Spill
 from cacheflow.registry import load_transport
+from cacheflow.tasks import all_or_nothing
 from cacheflow.tiers import Tier
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from cacheflow.pool.settings import StoreSettings
     from cacheflow.pool.transport import Target, TransportKind
@@ -203,8 +205,9 @@ async def running(settings: StoreSettings) -> AsyncIterator[StoreServer]:
         await server.listen(tls)
         if settings.metrics_port is not None:
             metrics = serve_metrics(observer, settings.metrics_port, settings.host)
-            server.metrics_port = await asyncio.to_thread(metrics.__enter__)
-            stack.push_async_callback(asyncio.to_thread, metrics.__exit__, None, None, None)
+            entering = asyncio.to_thread(metrics.__enter__)
+            server.metrics_port = await all_or_nothing(entering, lambda port: _left(metrics))
+            stack.push_async_callback(_left, metrics)
         _log.info(
             "store: port %d, arena of %d bytes (%s pages), transports %s",
             server.port,
@@ -239,6 +242,10 @@ async def _open_targets(
         wanted = ", ".join(settings.transports)
         raise ConfigError(f"store setting transports: none of {wanted} works here")
     return targets
+
+
+async def _left(context: AbstractContextManager[object]) -> None:
+    await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 def _server_tls(settings: StoreSettings) -> ssl.SSLContext | None:

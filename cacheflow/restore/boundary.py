@@ -14,7 +14,7 @@ from cacheflow.abc import Decoder
 from cacheflow.distributed.stages import StageCosts, worth_storing
 from cacheflow.kv import canonical_tokens
 from cacheflow.restore.saver import Saver
-from cacheflow.restore.tasks import to_the_end
+from cacheflow.tasks import to_the_end
 from cacheflow.tiers.staged import StagedCopies
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class StageSaver(Saver):
 
     async def __aexit__(self, *exc_info: object) -> None:
         try:
-            await to_the_end(asyncio.ensure_future(self._hidden.__aexit__(*exc_info)))
+            await to_the_end(self._hidden.__aexit__(*exc_info))
         finally:
             await self._copies.aclose()
             await super().__aexit__(*exc_info)

@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from cacheflow.restore.fetching import fetched
-from cacheflow.restore.tasks import to_the_end
 from cacheflow.restore.transfer import LoadFailed, published_parts, verify_pieces
+from cacheflow.tasks import to_the_end
 from cacheflow.types import LoadEnded, LoadOutcome, Published
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class LoadDriver:
             parts = published_parts(pieces, layers)
             publish = restorer.recomputer.publish(load.request_id, parts)
             # Not in the group: its error is the request's, and would end all others there.
-            await to_the_end(asyncio.ensure_future(publish))
+            await to_the_end(publish)
         except Exception as error:  # the KV cache may be half written: the request cannot go on
             restorer.fail(load.request_id, error)
             raise LoadFailed(LoadOutcome.FAILED, load.chunks, str(error)) from error
@@ -134,7 +134,7 @@ class LoadDriver:
         stage, tile = self._restorer.stage, job.spec.tiles[load.tile]
         assert stage is not None, "only stages load activations"
         importing = stage.engine.import_hidden(load.request_id, tile, published_parts(pieces, 1))
-        await to_the_end(asyncio.ensure_future(importing))
+        await to_the_end(importing)
 
     def _distrust(self, load: Load, job: Job, chunks: Sequence[int]) -> None:
         """Tell the tier whose bytes were not what it says it stores."""

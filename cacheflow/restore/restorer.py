@@ -24,7 +24,7 @@ from cacheflow.restore.lookups import Lookups
 from cacheflow.restore.prefixes import Prefixes
 from cacheflow.restore.sealing import shard_of
 from cacheflow.restore.stage import StageDriver
-from cacheflow.restore.tasks import to_the_end
+from cacheflow.tasks import to_the_end
 from cacheflow.types import tell
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Restorer:
         try:
             if jobs:
                 settled = asyncio.gather(*(job.settled.wait() for job in jobs))
-                await to_the_end(asyncio.ensure_future(settled))
+                await to_the_end(settled)
         finally:
             for task in self._drivers:
                 task.cancel()
@@ -145,7 +145,7 @@ class Restorer:
             # Not in the group: it must also run while that is ending. Announced once no thread
             # adds to the job's figures any more.
             try:
-                await to_the_end(asyncio.ensure_future(self._settle(job)))
+                await to_the_end(self._settle(job))
             finally:
                 balance = None if self.stage is None else self.stage.balance
                 self.emit(job.ended(policy.name, outcome, self.clock.now(), balance))

@@ -20,10 +20,11 @@ from cacheflow.errors import ClosedError
 from cacheflow.kv import Stamp, canonical_tokens, exact_tokens
 from cacheflow.restore.pace import Pace
 from cacheflow.restore.sealing import STAGING_OWNER, Sealer, shard_of
-from cacheflow.restore.tasks import Pulse, to_the_end
+from cacheflow.restore.tasks import Pulse
 from cacheflow.restore.turns import Turns
 from cacheflow.restore.writer import Dropped, Shared, TierWriter
 from cacheflow.restore.writes import Save, Saved
+from cacheflow.tasks import to_the_end
 from cacheflow.tiers.write_policies import WriteAll
 from cacheflow.types import TransferStatus
 
@@ -106,7 +107,7 @@ class Saver:
             task.cancel()
         try:
             if group is not None:
-                await to_the_end(asyncio.ensure_future(group.__aexit__(None, None, None)))
+                await to_the_end(group.__aexit__(None, None, None))
         finally:
             for writer in self._writers.values():
                 writer.drop([*writer.queue.waiting, *writer.queue.ready], Dropped.CLOSED)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.abc import Sharded
 from cacheflow.kv import clip_segments, seal
 from cacheflow.memory import buffer_from
-from cacheflow.restore.tasks import to_the_end
+from cacheflow.tasks import to_the_end
 from cacheflow.tiers.staged import Copy
 from cacheflow.types import ObjectKey, Shard, Span, StagedPart, Write
 
@@ -69,12 +69,12 @@ class Sealer:
             for part in self._parts(index, lease.view):
                 async with self._pace.turn():
                     capturing = self._engine.capture(save.request_id, [part])
-                    await to_the_end(asyncio.ensure_future(capturing))
+                    await to_the_end(capturing)
             async with self._pace.turn():
                 sealing = asyncio.get_running_loop().run_in_executor(
                     self._thread, self._seal, save, index, lease
                 )
-                return Copy(await to_the_end(asyncio.ensure_future(sealing)), lease)
+                return Copy(await to_the_end(sealing), lease)
         except BaseException:
             lease.release()
             raise

@@ -73,7 +73,8 @@ class StageDriver:
         shared = self._shared[job.spec.id] = _Shared(settled=self.engine.is_last)
         shared.mode = self.mode or self.expected(job.spec.tiles)
         request = job.request
-        same = (len(request.tokens), request.resident, job.spec.prefix_tokens)
+        last = int.from_bytes(request.keys[-1].digest[:7]) if request.keys else 0
+        same = (len(request.tokens), request.resident, job.spec.prefix_tokens, last)
         lacks = self._lacks(job, shared)
         try:
             shared.agreed = await self.engine.agree(

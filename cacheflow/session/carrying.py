@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cacheflow.errors import BackendError, CapacityError, ConfigError, IntegrityError
 from cacheflow.kv import model_id, restamp, verify
 from cacheflow.memory import buffer_from
-from cacheflow.restore.tasks import to_the_end
+from cacheflow.tasks import to_the_end
 from cacheflow.tiers.archive import open_regular, read_archive, write_archive
 from cacheflow.types import TransferStatus, Write
 
@@ -81,7 +81,7 @@ async def save_session(
                 await _add_one(archive, copies)
     except BaseException:
         if not writing.cancelled() and writing.exception() is None:  # else it is not ours
-            await to_the_end(asyncio.ensure_future(asyncio.to_thread(_remove, path)))
+            await to_the_end(asyncio.to_thread(_remove, path))
         raise
     return Carried(len(keys), archive.count)
 

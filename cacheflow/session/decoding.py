@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cacheflow.abc import Sampler
 from cacheflow.errors import CapacityError, ClosedError
-from cacheflow.restore.tasks import to_the_end
+from cacheflow.tasks import to_the_end
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -76,7 +76,7 @@ class DecodeLoop:
             if self._waiting.get(request_id) is mine:
                 del self._waiting[request_id]
             else:
-                await to_the_end(asyncio.ensure_future(asyncio.wait([made])))
+                await to_the_end(asyncio.wait([made]))
                 made.exception()  # nobody else will ask for it
             raise
         return made.result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.costs import (
@@ -28,7 +28,7 @@ __all__ = ["keeping", "kept_costs"]
 _KEEP_SECONDS: Final = 60.0
 """Between two saves of what was learned about costs."""
 _CLOSE_SECONDS: Final = 2.0
-"""Closing waits this long for the last one."""
+"""Closing waits this long for what is being saved, and for the last one."""
 
 
 def kept_costs(
@@ -57,20 +57,26 @@ def _channel_options(tier: TierSettings) -> dict[str, object]:
 async def keeping(kept: KeptCosts) -> AsyncIterator[None]:
     """Begin with the costs learned once; keep what is learned, now and then and at the end."""
     kept.prime(*await asyncio.to_thread(kept.read))
-    keeping = asyncio.create_task(_keep(kept))
+    closing = asyncio.Event()
+    keeping = asyncio.create_task(_keep(kept, closing))
     try:
         yield
     finally:
-        keeping.cancel()
-        await asyncio.wait([keeping])
-        if save := kept.to_save():
-            last = asyncio.ensure_future(asyncio.to_thread(save))
-            await asyncio.wait([last], timeout=_CLOSE_SECONDS)
+        closing.set()
+        try:
+            await asyncio.wait([keeping], timeout=_CLOSE_SECONDS)
+        finally:
+            keeping.cancel()  # the disk hangs
+            await asyncio.wait([keeping])
 
 
-async def _keep(kept: KeptCosts) -> None:
-    """Save what was learned, once a minute at most; until cancelled."""
-    while True:
-        await asyncio.sleep(_KEEP_SECONDS)
+async def _keep(kept: KeptCosts, closing: asyncio.Event) -> None:
+    """Save what was learned, once a minute at most, and at the end."""
+    is_last = False
+    while not is_last:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_KEEP_SECONDS):
+                await closing.wait()
+        is_last = closing.is_set()
         if save := kept.to_save():
             await asyncio.to_thread(save)

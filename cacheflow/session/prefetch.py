@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from cacheflow.restore.tasks import to_the_end
 from cacheflow.session.prompts import agreeing
+from cacheflow.tasks import to_the_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,12 +40,12 @@ class Prefetch:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             task.cancel()
-            await to_the_end(asyncio.ensure_future(asyncio.wait([task])))
+            await to_the_end(asyncio.wait([task]))
             raise
         finally:
             if self._joining is not None:
                 self._joining.cancel()  # unless it has ended, it came too late
-                await to_the_end(asyncio.ensure_future(asyncio.wait([self._joining])))
+                await to_the_end(asyncio.wait([self._joining]))
         if not task.cancelled():
             task.result()
 

@@ -6,12 +6,11 @@ off. Neither restores nor decodes.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 from cacheflow.errors import CapacityError, ClosedError
-from cacheflow.restore.tasks import to_the_end
 from cacheflow.session.prompts import agreeing
+from cacheflow.tasks import to_the_end
 from cacheflow.types import Span
 
 if TYPE_CHECKING:
@@ -252,7 +251,7 @@ class Resident:
             try:
                 await self._flow.saver.release(requests, patience)
             finally:
-                await to_the_end(asyncio.ensure_future(self._close(requests)))
+                await to_the_end(self._close(requests))
 
     async def _close(self, requests: Sequence[str]) -> None:
         for request in requests:

@@ -15,10 +15,10 @@ from cacheflow.abc import Sampler
 from cacheflow.errors import CapacityError, ClosedError, ConfigError
 from cacheflow.restore import RestoreRequest
 from cacheflow.restore.answered import first_token
-from cacheflow.restore.tasks import to_the_end
 from cacheflow.scheduling import load_policy
 from cacheflow.session.beside import copy_beside
 from cacheflow.session.prompts import agreeing
+from cacheflow.tasks import to_the_end
 from cacheflow.tiers.promotion import promotions
 from cacheflow.types import Span
 
@@ -214,11 +214,11 @@ class Turn:
         gone = self._request is not None and self._kv.request != self._request
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._report.finish_reason = "cancelled"
-            await to_the_end(asyncio.ensure_future(self._keep(save=save)))
+            await to_the_end(self._keep(save=save))
         elif gone:
             raise ClosedError(f"{self._kv.name} was forgotten, or closed, meanwhile") from error
         elif isinstance(error, CapacityError | ConfigError):
-            await to_the_end(asyncio.ensure_future(self._keep(save=False)))
+            await to_the_end(self._keep(save=False))
         else:
             await self._kv.drop()
 

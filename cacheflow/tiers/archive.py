@@ -19,6 +19,7 @@ import stat
 import struct
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import aiofiles
@@ -27,6 +28,7 @@ import aiofiles.os
 from cacheflow.errors import BackendError, CapacityError, ConfigError, IntegrityError
 from cacheflow.kv import MAX_HEADER_BYTES, decode_header, format_name, parse_name, verify
 from cacheflow.memory import StagingPool
+from cacheflow.tasks import all_or_nothing, to_the_end
 from cacheflow.types import Read, TransferStatus, Write
 
 if TYPE_CHECKING:
@@ -160,18 +162,27 @@ async def write_archive(archive: Path) -> AsyncIterator[ArchiveWriter]:
     """
     _check(archive)
     try:
-        async with aiofiles.open(archive, "xb", opener=_private) as file:
-            try:
-                await file.write(_MAGIC)
-                writer = ArchiveWriter(file)
-                yield writer
-                await file.write(_NAME.pack(0) + _SIZE.pack(writer.count))
-            except BaseException:
-                with suppress(OSError):
-                    await aiofiles.os.unlink(archive)
-                raise
+        file = await all_or_nothing(
+            aiofiles.open(archive, "xb", opener=_private), partial(_discard, archive)
+        )
+        try:
+            await file.write(_MAGIC)
+            writer = ArchiveWriter(file)
+            yield writer
+            await file.write(_NAME.pack(0) + _SIZE.pack(writer.count))
+            await to_the_end(file.close())  # which writes what is left: it can fail like a write
+        except BaseException:
+            await to_the_end(_discard(archive, file))
+            raise
     except OSError as error:
         raise ConfigError(f"export to {archive}: {error.strerror}") from error
+
+
+async def _discard(archive: Path, file: AsyncBufferedIOBase) -> None:
+    with suppress(OSError):  # a full disk's, once more
+        await file.close()
+    with suppress(OSError):
+        await aiofiles.os.unlink(archive)
 
 
 class Archived:
@@ -223,11 +234,16 @@ async def read_archive(archive: Path) -> AsyncGenerator[Archived, None]:
     """
     _check(archive)
     try:
-        async with aiofiles.open(archive, "rb", opener=open_regular) as file:
+        file = await all_or_nothing(
+            aiofiles.open(archive, "rb", opener=open_regular), lambda opened: opened.close()
+        )
+        try:
             left = await asyncio.to_thread(_size_of, file.fileno())
             async with aclosing(_entries(file, left)) as entries:
                 async for name, size in entries:
                     yield Archived(file, name, size)
+        finally:
+            await to_the_end(file.close())
     except OSError as error:
         raise ConfigError(f"import from {archive}: {error.strerror}") from error
 

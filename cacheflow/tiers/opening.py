@@ -48,10 +48,16 @@ async def open_tiers(
     for tier in settings.tiers:
         if tier.name in tiers:
             raise ConfigError(f"setting tiers: two tiers are called {tier.name!r}")
+        if tier.codec is not Codec.RAW:
+            await asyncio.to_thread(import_coders)
         backend = await _open(tier)
         told = observer
         if settings.keep_departures and backend.capabilities.persistent:
-            told = await _keeping_departures(settings, tier, stack, observer)
+            try:
+                told = await _keeping_departures(settings, tier, stack, observer)
+            except BaseException:  # cancelled as well: nobody else knows of it
+                await backend.aclose()
+                raise
         guarded = Guarded(
             backend,
             tier.name,
@@ -62,7 +68,6 @@ async def open_tiers(
         asked = value if tier.eviction == "cost-aware" else FLAT
         opened = await front(guarded, tier, clock=clock, observer=told, value=asked)
         if tier.codec is not Codec.RAW:
-            await asyncio.to_thread(import_coders)
             opened = Encoded(opened, tier.codec, stamp)
         stack.push_async_callback(opened.aclose)
         tiers[tier.name] = opened

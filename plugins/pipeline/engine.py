@@ -18,11 +18,19 @@ from cacheflow.kv import boundary_shard
 from cacheflow.plugins.pipeline.cutting import keep_layers, load_checked
 from cacheflow.plugins.pipeline.links import Message
 from cacheflow.plugins.pipeline.talk import Talk
-from cacheflow.plugins.ranks import gloo_group, join_ranks, leave_ranks, rank_device, refuse_fast
+from cacheflow.plugins.ranks import (
+    check_alike,
+    gloo_group,
+    join_ranks,
+    leave_ranks,
+    rank_device,
+    refuse_fast,
+)
 from cacheflow.plugins.transformers.copies import elements
 from cacheflow.plugins.transformers.engine import TransformersEngine
 from cacheflow.plugins.transformers.opening import check_options, streams_of
 from cacheflow.plugins.transformers.pages import Paused
+from cacheflow.tasks import all_or_nothing
 from cacheflow.types import Agreement, TileGrid
 
 if TYPE_CHECKING:
@@ -93,19 +101,24 @@ class PipelineEngine(TransformersEngine):
         for one process: ``grid_id`` is the same.
 
         Raises:
-            ConfigError: as for one process; ``fast``; more stages than layers, or nothing says
-                which ranks there are.
+            ConfigError: as for one process; ``fast``; more stages than layers, nothing says which
+                ranks there are, or others have another model.
             PeerError: other ranks did not come.
         """
         where, grid = rank_device(device), grid or TileGrid()
         refuse_fast(fast, "pipeline")
         check_options(grid, chunk_tokens, threads, kv_bytes)
         loaded, parts = await load_checked(model, dtype, where, chunk_tokens, grid, threads)
-        joined = await asyncio.to_thread(join_ranks, rank, ranks, init_method, deadline)
+        joining = asyncio.to_thread(join_ranks, rank, ranks, init_method, deadline)
+        joined = await all_or_nothing(joining, lambda made: asyncio.to_thread(leave_ranks, made))
         try:
             shard = cut_layout(parts["layout"], stages=joined.count)[joined.rank][0]
             await asyncio.to_thread(keep_layers, loaded, shard, where)
-            group = await asyncio.to_thread(gloo_group, deadline)
+            group = await all_or_nothing(
+                asyncio.to_thread(gloo_group, deadline),
+                lambda made: asyncio.to_thread(torch.distributed.destroy_process_group, made),
+            )
+            await asyncio.to_thread(check_alike, group, parts["identity"], deadline)
         except BaseException:  # cancelled as well: the next attempt begins anew
             leave_ranks(joined)
             raise
@@ -159,7 +172,7 @@ class PipelineEngine(TransformersEngine):
             if theirs["same"] != mine["same"]:
                 raise PeerError(
                     f"request {request_id!r}: stage {self.rank} was asked for {mine['same']} "
-                    f"(tokens, resident, restorable), those behind for {theirs['same']}"
+                    f"(tokens, resident, restorable, last key), those behind for {theirs['same']}"
                 )
             relayed = frozenset(theirs["lacks"])
             known = [mine["stored"], theirs["stored"]]

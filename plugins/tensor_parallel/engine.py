@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import torch
 
 from cacheflow.distributed import cut_layout
-from cacheflow.errors import CacheFlowError, ConfigError, PeerError
+from cacheflow.errors import ConfigError, PeerError
 from cacheflow.plugins.ranks import rank_device, refuse_fast
 from cacheflow.plugins.tensor_parallel.conductor import Conductor
 from cacheflow.plugins.tensor_parallel.cut import cut_model
@@ -23,6 +23,7 @@ from cacheflow.plugins.transformers.check import check_walk
 from cacheflow.plugins.transformers.device import fast_dtype
 from cacheflow.plugins.transformers.engine import TransformersEngine
 from cacheflow.plugins.transformers.opening import check_options, load_parts, streams_of
+from cacheflow.tasks import all_or_nothing, to_the_end
 from cacheflow.types import Claim, ComputeBatch, ComputeDone, TileGrid, TileWork
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class TensorParallelEngine(TransformersEngine):
 
         Raises:
             ConfigError: as for one process; ``fast``; the model cannot be cut among so many ranks,
-                or nothing says which ranks there are.
+                nothing says which ranks there are, or others have another model.
             PeerError: other ranks did not come, or are gone.
         """
         where, grid = rank_device(device), grid or TileGrid()
@@ -99,18 +100,24 @@ class TensorParallelEngine(TransformersEngine):
         chosen = fast_dtype(where) if dtype == "auto" else dtype
         host = torch.device("cpu")
         loaded, parts = await asyncio.to_thread(load_parts, model, chosen, host, chunk_tokens)
-        group = await asyncio.to_thread(Group.open, where, deadline, rank, ranks, init_method)
-        whole = await asyncio.to_thread(_cut, loaded, group, where)
-        engine = cls(
-            loaded,
-            group=group,
-            deadline=deadline,
-            grid=grid,
-            kv_bytes=kv_bytes,
-            threads=threads,
-            streams=streams_of(where),
-            **parts,
-        )
+        meeting = asyncio.to_thread(Group.open, where, deadline, rank, ranks, init_method)
+        group = await all_or_nothing(meeting, _left)
+        try:
+            await asyncio.to_thread(group.check_alike, parts["identity"])
+            whole = await asyncio.to_thread(_cut, loaded, group, where)
+            engine = cls(
+                loaded,
+                group=group,
+                deadline=deadline,
+                grid=grid,
+                kv_bytes=kv_bytes,
+                threads=threads,
+                streams=streams_of(where),
+                **parts,
+            )
+        except BaseException:  # cancelled as well: the next attempt begins anew
+            await to_the_end(_left(group))
+            raise
         try:
             await engine._check(whole, loaded.dtype)
             await check_walk(engine, loaded)
@@ -251,7 +258,7 @@ class TensorParallelEngine(TransformersEngine):
             await asyncio.wait([goodbye], timeout=_GOODBYE_SECONDS)
         await self.peers.stop(_GOODBYE_SECONDS)
         await super().aclose()
-        await asyncio.to_thread(self._group.close)
+        await _left(self._group)
 
 
 def _checked_tokens(model: Any) -> list[int]:
@@ -268,12 +275,12 @@ def _logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 def _cut(model: Any, group: Group, device: torch.device) -> torch.Tensor:
     """Cut the model and move it; what it gave while it was whole. Blocking."""
-    try:
-        with torch.inference_mode():
-            whole = _logits(model, _checked_tokens(model))
-        cut_model(model, group.rank, group.size, group.add_up)
-    except CacheFlowError:
-        group.close()
-        raise
+    with torch.inference_mode():
+        whole = _logits(model, _checked_tokens(model))
+    cut_model(model, group.rank, group.size, group.add_up)
     model.to(device)
     return whole
+
+
+async def _left(group: Group) -> None:
+    await asyncio.to_thread(group.close)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from cacheflow.errors import PeerError
-from cacheflow.plugins.ranks import Joined, join_ranks, leave_ranks
+from cacheflow.plugins.ranks import Joined, check_alike, join_ranks, leave_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["Group"]
 
@@ -52,8 +52,16 @@ class Group:
     ) -> Self:
         """See :func:`cacheflow.plugins.ranks.join_ranks`, which says what is raised. Blocking."""
         joined = join_ranks(rank, ranks, init_method, deadline)
-        with _told("while they were gathering", deadline):
-            return cls(device, deadline, joined)
+        try:
+            with _told("while they were gathering", deadline):
+                return cls(device, deadline, joined)
+        except BaseException:
+            leave_ranks(joined)
+            raise
+
+    def check_alike(self, identity: Mapping[str, str | int]) -> None:
+        """See :func:`cacheflow.plugins.ranks.check_alike`."""
+        check_alike(self._words, identity, self._deadline)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave, by rank; all give as much."""

@@ -18,6 +18,7 @@ from cacheflow.errors import CacheFlowError
 from cacheflow.kv import Stamp, seal
 from cacheflow.memory import buffer_from
 from cacheflow.plugins.vllm.records import SaveOutcome
+from cacheflow.tasks import to_the_end
 from cacheflow.types import ChunkKey, ObjectKey, Segment, TransferStatus, Write
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Saver:
         loop = asyncio.get_running_loop()
         copy = loop.run_in_executor(means.threads, means.memory.read, order.block_id, lease.buffer)
         try:
-            await copy
+            await to_the_end(copy)  # it reads and writes memory that would be used again
         except BaseException:
             lease.release()
             raise
@@ -137,7 +138,8 @@ class Saver:
 
     async def _store_in_all(self, names: Sequence[str], order: SaveOrder, lease: Lease) -> bool:
         loop = asyncio.get_running_loop()
-        write = await loop.run_in_executor(self._means.threads, self._sealed, order, lease)
+        sealing = loop.run_in_executor(self._means.threads, self._sealed, order, lease)
+        write = await to_the_end(sealing)
         ends = await asyncio.gather(*(self._store_in(name, write) for name in names))
         refused = {*ends} - {TransferStatus.OK}
         somewhere = TransferStatus.OK in ends or len(names) < len(self._tiers)

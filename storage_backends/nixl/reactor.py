@@ -70,7 +70,12 @@ class Reactor:
             target=self._run, args=(started,), name="cacheflow-nixl", daemon=True
         )
         thread.start()
-        await started
+        try:
+            await started
+        except asyncio.CancelledError:  # nobody knows of the thread: it ends with its agent
+            self._is_closed = True
+            self._stop()
+            raise
 
     async def call(self, work: Callable[[Agent], T]) -> T:
         """Run ``work`` on the thread, between two looks at what is in flight.
@@ -152,7 +157,7 @@ class Reactor:
         for flight in list(self._open):
             if self.withdraw(flight):
                 flight.told(error)
-        self._todo.put(lambda agent: setattr(self, "_is_stopping", True))
+        self._stop()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)
         for flight in list(self._open):
@@ -162,6 +167,9 @@ class Reactor:
             if not call.done():
                 call.set_exception(error)
         return self._ended.is_set()
+
+    def _stop(self) -> None:
+        self._todo.put(lambda agent: setattr(self, "_is_stopping", True))
 
     def _check(self) -> None:
         if self._is_closed:

@@ -119,6 +119,9 @@ class NixlTransport:
             name = await self._reactor.call(lambda agent: agent.add(hello.metadata))
         except BackendError as error:
             raise _connect_error(peer, f"cannot be reached through NIXL ({error})") from None
+        except asyncio.CancelledError:  # it may be added all the same, and nobody would part
+            self._reactor.part(hello.agent)
+            raise
         if name != hello.agent:
             self._reactor.part(name)
             raise _connect_error(peer, f"calls itself {hello.agent!r}, and is {name!r}")

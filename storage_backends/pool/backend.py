@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from contextlib import ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Self, cast
 
@@ -99,13 +99,13 @@ class PoolBackend(StorageBackend):
         parsed = PoolOptions.parse(cls.name, options)
         token = await asyncio.to_thread(read_token, parsed)
         tls = await asyncio.to_thread(tls_context, parsed)
-        transports = await _open_transports(parsed.transports, tls)
-        backend = cls(parsed, await discovery(parsed), transports, token, tls)
-        try:
+        async with AsyncExitStack() as stack:
+            transports = await _open_transports(parsed.transports, tls, stack)
+            backend = cls(parsed, await discovery(parsed), transports, token, tls)
+            stack.pop_all()  # they are the backend's now
+            stack.push_async_callback(backend.aclose)
             await backend.members.open()
-        except BaseException:
-            await backend.aclose()
-            raise
+            stack.pop_all()
         return backend
 
     def parts(self) -> Sequence[StorePart]:
@@ -285,7 +285,10 @@ class PoolBackend(StorageBackend):
         )
 
 
-async def _open_transports(names: Sequence[str], tls: SSLContext | None) -> dict[str, Transport]:
+async def _open_transports(
+    names: Sequence[str], tls: SSLContext | None, stack: AsyncExitStack
+) -> dict[str, Transport]:
+    """Those that work here; ``stack`` closes them."""
     if not names:
         raise ConfigError("storage backend 'pool', option 'transports': it is empty; name one")
     transports: dict[str, Transport] = {}
@@ -294,6 +297,7 @@ async def _open_transports(names: Sequence[str], tls: SSLContext | None) -> dict
         try:
             kind = cast("TransportKind", await asyncio.to_thread(load_transport, name))
             transports[name] = await kind.open_transport(tls)
+            stack.push_async_callback(transports[name].aclose)
         except ConfigError as error:
             problems.append(f"{name}: {error}")
             _log.info("pool: transport %s is left out: %s", name, error)

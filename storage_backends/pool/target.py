@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Self
 from cacheflow.errors import ConfigError, IntegrityError
 from cacheflow.storage_backends.pool import lane
 from cacheflow.storage_backends.pool.lane import Operation, Status
+from cacheflow.tasks import all_or_nothing
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -67,7 +68,9 @@ class TcpTarget:
     ) -> Self:
         """Raises ConfigError if the address cannot be used."""
         try:
-            listener = await asyncio.to_thread(_listen, host, port)
+            listener = await all_or_nothing(
+                asyncio.to_thread(_listen, host, port), lambda made: asyncio.to_thread(made.close)
+            )
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(f"tcp transport: cannot listen at {host}:{port}: {reason}") from error

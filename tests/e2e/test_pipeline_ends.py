@@ -124,6 +124,8 @@ async def fall_out(seat: Seat, folder: str) -> dict[str, Any]:
         found["after"] = await rank.turn("load")
         other = PROMPT + [5] * (40 * seat.rank)
         found["different"] = await error_of(rank.turn("load", prompt=other))
+        as_long = [PROMPT[0] + seat.rank, *PROMPT[1:]]
+        found["other keys"] = await error_of(rank.turn("load", prompt=as_long))
         found["again"] = await rank.turn("recompute")
         found["left"] = [*rank.engine.open_requests, *map(str, rank.flow.restorer._jobs)]
     return found
@@ -131,14 +133,16 @@ async def fall_out(seat: Seat, folder: str) -> dict[str, Any]:
 
 def test_a_turn_that_ends_on_one_rank_ends_on_all(stages_folder: Path) -> None:
     """Cancelled on one rank it fails on the other and says which stage gave it up; asked different
-    things, both say so. The next turn works, bit for bit, and nothing is left."""
+    things, or things that have other keys, both say so. The next turn works, bit for bit, and
+    nothing is left."""
     tokens = [int(token) for token in (stages_folder / "tokens").read_text().split()]
     ranks = run_ranks(2, fall_out, str(stages_folder), deadline=100.0)
     assert ranks[0]["cancelled"].startswith("PeerError: stage 1 gave up 'talk/")
     assert ranks[1]["cancelled"] == "True"
     for found in ranks:
-        assert found["different"].startswith("PeerError: "), found
-        assert "(tokens, resident, restorable)" in found["different"]
+        for what in ("different", "other keys"):
+            assert found[what].startswith("PeerError: "), found
+            assert "(tokens, resident, restorable, last key)" in found[what]
         for turn in (found["after"], found["again"]):
             assert turn["same"]
             assert turn["tokens"] == tokens

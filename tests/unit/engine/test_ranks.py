@@ -15,6 +15,7 @@ from cacheflow.plugins.tensor_parallel import TensorParallelEngine
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.testing.processes import run_ranks
 from cacheflow.testing.tiny_model import save_tiny_llama
+from tests.cancelling import Held, cancelled_during
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,6 +150,81 @@ def test_engines_close_what_they_opened(folder: Path, kind: str, joins: bool) ->
     the program had made goes on."""
     for found in run_ranks(2, open_and_close, str(folder), kind, joins):
         assert found == ([[True, 1], [True, 1], 3] if joins else [[False, 0], [False, 0]])
+
+
+async def with_two_models(seat: Seat, folders: list[str], kind: str) -> list[Any]:
+    """What opening each its own says, and what torch.distributed has then."""
+    from torch import distributed
+
+    engines: dict[str, Any] = {"pipeline": PipelineEngine, "tensor": TensorParallelEngine}
+    try:
+        await engines[kind].open_model(
+            folders[seat.rank],
+            device="cpu",
+            dtype="float32",
+            kv_bytes=1 << 26,
+            rank=seat.rank,
+            ranks=seat.count,
+            init_method=seat.init_method,
+            deadline=30.0,
+        )
+    except ConfigError as error:
+        return [str(error), distributed.is_initialized()]
+    return ["opened", distributed.is_initialized()]
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "tensor"])
+def test_ranks_with_different_models_are_refused(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Of the same shape, as a revision is: all say so, before a request could be answered."""
+    folders = [str(folder), str(save_tiny_llama(tmp_path / "other", seed=1))]
+    for rank, (said, joined) in enumerate(run_ranks(2, with_two_models, folders, kind)):
+        assert said.startswith(f"this rank's model is not that of ranks {1 - rank}: ")
+        assert not joined
+
+
+async def cancelled_opens(seat: Seat, folder: str, joins: bool) -> list[list[Any]]:
+    """What torch.distributed has after engines were cancelled at each step of joining it."""
+    from torch import distributed
+
+    from cacheflow.plugins.pipeline import engine as pipeline
+    from cacheflow.plugins.tensor_parallel import engine as tensor
+    from cacheflow.plugins.tensor_parallel.group import Group
+
+    if joins:
+        distributed.init_process_group("gloo", init_method=seat.init_method, rank=0, world_size=1)
+    steps: list[tuple[Any, Any, str]] = [
+        (PipelineEngine, pipeline, "join_ranks"),
+        (PipelineEngine, pipeline, "gloo_group"),
+        (TensorParallelEngine, Group, "open"),
+        (TensorParallelEngine, tensor, "_cut"),
+    ]
+    found: list[list[Any]] = []
+    for engine, where, name in steps:
+        before = getattr(where, name)
+        held = Held(before)
+        setattr(where, name, held)
+        opening = engine.open_model(
+            folder,
+            device="cpu",
+            dtype="float32",
+            kv_bytes=1 << 26,
+            rank=0,
+            ranks=1,
+            init_method=f"{seat.init_method}-{name}",
+            deadline=30.0,
+        )
+        await cancelled_during(opening, held)
+        setattr(where, name, before)
+        groups = len(distributed.distributed_c10d._world.pg_map)
+        found.append([distributed.is_initialized(), groups])
+    return found
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["engine-joins", "program-joins"])
+def test_engines_whose_opening_is_cancelled_leave_no_group(folder: Path, joins: bool) -> None:
+    """Wherever they were: the thread that joins, or makes a group, is not stopped by it."""
+    (found,) = run_ranks(1, cancelled_opens, str(folder), joins)
+    assert found == [[joins, int(joins)]] * 4
 
 
 def test_each_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from cacheflow.storage_backends.nixl.pace import Service
 from cacheflow.storage_backends.nixl.reactor import Reactor
 from cacheflow.storage_backends.nixl.traffic import Traffic
 from cacheflow.testing.storage_harness import idle
+from tests.cancelling import Held, cancelled_during
 from tests.unit.nixl.scripted import ScriptedAgent
 
 if TYPE_CHECKING:
@@ -52,6 +53,14 @@ async def turn(reactor: Reactor) -> None:
     """The thread has carried out what it was told, and has had a few turns since."""
     for _ in range(6):
         await reactor.call(lambda agent: None)
+
+
+async def test_a_start_that_is_cancelled_leaves_no_thread() -> None:
+    """An agent takes its time to be made; nobody would close it."""
+    held = Held(ScriptedAgent)
+    reactor = Reactor(held)
+    await cancelled_during(reactor.start(), held)
+    await asyncio.wait_for(reactor._ended.wait(), 20)
 
 
 async def test_a_transfer_ends() -> None:

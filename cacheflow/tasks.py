@@ -1,0 +1,51 @@
+"""Awaiting what must not be interrupted half way.
+
+Cancelling who waits for a thread does not stop the thread: what it is opening, or writing into,
+is nobody's then. Knows nothing of what is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+__all__ = ["all_or_nothing", "to_the_end"]
+
+T = TypeVar("T")
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Await ``work`` to its end even if cancelled meanwhile; cancellation is raised afterwards.
+
+    For short, bounded steps of which a half is worse than a delay: clean-up, a copy that a thread
+    is making out of memory about to be reused.
+    """
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+        except Exception:  # the task's own error: re-raised by result() below
+            break
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
+
+
+async def all_or_nothing(making: Awaitable[T], undo: Callable[[T], Awaitable[object]]) -> T:
+    """What ``making`` gives: a file, a socket, whatever has to be closed. Cancelled meanwhile, it
+    is made to its end and undone before the cancellation is raised: nobody else knows of it.
+    """
+    task = asyncio.ensure_future(making)
+    try:
+        return await to_the_end(task)
+    except asyncio.CancelledError:
+        if not task.cancelled() and task.exception() is None:
+            await to_the_end(undo(task.result()))
+        raise
