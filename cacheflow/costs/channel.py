@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from itertools import takewhile
 from math import ceil, sqrt
-from typing import Final
+from typing import Final, TypeAlias
 
 from cacheflow.costs.checks import Ratios
 from cacheflow.costs.fit import Fit
 from cacheflow.costs.profile import ChannelProfile
 
 __all__ = ["ChannelModel"]
+
+_Flight: TypeAlias = tuple[int, float, float | None]
+"""A load in flight: bytes, when it was started, after how many seconds it was expected."""
 
 _SPREAD: Final = (0.25, 0.0, 0.0, 1.0, 0.0, 0.0)
 """Before anything is known: latency is perhaps half of what the first load took."""
@@ -61,42 +64,50 @@ class ChannelModel:
     """
 
     __slots__ = (
-        "_begun",
         "_busy",
         "_bytes",
         "_checks",
         "_fit",
         "_fitted",
+        "_flights",
         "_fresh",
-        "_in_flight",
-        "_latency",
+        "_head",
         "_opened_with",
         "_overtaken",
+        "_pause",
         "_per_byte",
         "_progress",
         "_row",
         "_steady",
-        "_total",
         "_unit",
         "_wasted",
+        "bandwidth",
+        "in_flight_bytes",
+        "latency",
     )
 
     def __init__(self) -> None:
         self._fit = Fit(_SPREAD, gain=_GAIN, far=_FAR, patience=_PATIENCE)
-        self._latency = 0.0
+        self.latency = 0.0
+        """Seconds that a load into an idle channel takes beyond its bytes' time."""
+        self.bandwidth: float | None = None
+        """Bytes a second of a busy channel, or None before the first completion."""
+        self.in_flight_bytes = 0
         self._per_byte: float | None = None
         self._fitted = 0.0
         """Seconds a byte as if every wait were latency: what more depth might bring."""
         self._bytes = self._busy = 0.0
         self._unit = 0.0
-        self._in_flight: dict[int, int] = {}
-        self._begun: dict[int, tuple[float, float | None]] = {}
-        """When each load was started, and after how many seconds it was expected."""
+        self._flights: dict[int, _Flight] = {}
+        """In the order of starting."""
+        self._head = (0, 0.0)
+        """Bytes of the oldest of them, and when it was started."""
         self._overtaken: set[int] = set()
         """Loads in flight that began before one that was delivered."""
-        self._total = 0
         self._progress = 0.0
         """When the channel last became busy or finished something."""
+        self._pause = 0.0
+        """How long after that the latency of the oldest load still ran."""
         self._fresh = True
         """Nothing was delivered yet since the channel became busy."""
         self._steady = False
@@ -109,16 +120,6 @@ class ChannelModel:
         self._checks = Ratios()
 
     # -- what is known -------------------------------------------------------------------------
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes a second of a busy channel, or None before the first completion."""
-        return None if self._per_byte is None else 1.0 / self._per_byte
-
-    @property
-    def latency(self) -> float:
-        """Seconds that a load into an idle channel takes beyond its bytes' time."""
-        return self._latency
 
     @property
     def is_guess(self) -> bool:
@@ -140,42 +141,41 @@ class ChannelModel:
         """Loads of the usual size in flight that keep the channel busy."""
         if self._per_byte is None or not self._unit:
             return 1
-        hidden = self._latency / (self._unit * self._fitted)
+        hidden = self.latency / (self._unit * self._fitted)
         return min(1 + ceil(hidden - 0.01), _MAX_DEPTH)
-
-    @property
-    def in_flight_bytes(self) -> int:
-        return self._total
 
     @property
     def in_flight(self) -> int:
         """Loads started and not ended."""
-        return len(self._in_flight)
+        return len(self._flights)
 
     # -- loads ---------------------------------------------------------------------------------
 
     def started(self, load_id: int, nbytes: int, now: float) -> None:
         """A load was handed to the backend."""
-        expected = self.left(self._total + nbytes, now) if self._per_byte is not None else None
-        if not self._in_flight:
-            self._progress = now
+        total = self.in_flight_bytes + nbytes
+        expected = self.left(total, now) if self._per_byte is not None else None
+        if not self._flights:
+            self._head = (nbytes, now)
+            self._moved(now)
             self._fresh, self._steady, self._opened_with = True, False, 0
-        self._in_flight[load_id] = nbytes
-        self._begun[load_id] = (now, expected)
-        self._total += nbytes
+        self._flights[load_id] = (nbytes, now, expected)
+        self.in_flight_bytes = total
 
     def ended(self, load_id: int, now: float, *, delivered: bool) -> None:
         """A load ended; only delivered bytes count towards the bandwidth."""
-        nbytes = self._in_flight.pop(load_id, None)
-        if nbytes is None:
+        if load_id not in self._flights:
             return
         if delivered:
-            self._overtaken.update(takewhile(lambda other: other != load_id, self._begun))
+            self._overtaken.update(takewhile(lambda other: other != load_id, self._flights))
         self._overtaken.discard(load_id)
-        start, expected = self._begun.pop(load_id)
-        since, self._progress = self._progress, now
+        nbytes, start, expected = self._flights.pop(load_id)
+        if self._flights:
+            self._head = next(iter(self._flights.values()))[:2]
+        since = self._progress
+        self._moved(now)
         busy = max(now - since, 0.0)
-        self._total -= nbytes
+        self.in_flight_bytes -= nbytes
         if not delivered:
             self._wasted += busy
             return
@@ -190,28 +190,33 @@ class ChannelModel:
             seconds + busy + self._wasted,
         )
         self._wasted = 0.0
-        if total and (self._fresh or count > len(self._in_flight)):
+        if total and (self._fresh or count > len(self._flights)):
             self._close()
         self._fresh = False
 
     def over_expected(self, load_id: int, now: float) -> float:
         """What a load that ends now took over what was expected when it began (1 if unknown)."""
-        start, expected = self._begun.get(load_id, (now, None))
+        _, start, expected = self._flights.get(load_id, (0, now, None))
         return max(now - start, _LEAST_SECONDS) / expected if expected else 1.0
+
+    def _moved(self, now: float) -> None:
+        """The channel became busy or finished something then (or latency is not what it was)."""
+        self._progress = now
+        self._pause = max(self._head[1] + self.latency - now, 0.0)
 
     def _stall(self, start: float, since: float) -> float:
         """Share of a latency that a load ended just now made the channel wait (0 to 1)."""
         if start >= since:
             # Asked for while older loads are still on their way: those kept the channel busy.
-            return 0.0 if self._in_flight and self._oldest() < start else 1.0
-        latency = self._latency
+            return 0.0 if self._flights and self._head[1] < start else 1.0
+        latency = self.latency
         return max(start + latency - since, 0.0) / latency if latency > 0.0 else 0.0
 
     def _close(self) -> None:
         """Learn from the row, unless the channel runs dry: parallel streams that end together had
         most of their bytes before, and rows with as many in flight as ever were there to tell."""
         row, self._row = self._row, (0, 0.0, 0, 0.0)
-        flying = len(self._in_flight)
+        flying = len(self._flights)
         self._see(*row)
         if self._steady and flying < self._opened_with:
             self._adopt()
@@ -232,9 +237,9 @@ class ChannelModel:
     def _see(self, count: int, stalls: float, nbytes: int, seconds: float) -> None:
         """Remember what a busy channel delivered; one slow row counts as three at most."""
         if self._fresh:
-            seconds = max(seconds - stalls * self._latency, 0.1 * seconds)
+            seconds = max(seconds - stalls * self.latency, 0.1 * seconds)
         if self._per_byte is not None:
-            expected = stalls * self._latency + nbytes * self._per_byte
+            expected = stalls * self.latency + nbytes * self._per_byte
             seconds = min(seconds, _OUTLIER * expected)
         keep = max(0.0, 1.0 - max(seconds / _MEMORY_SECONDS, count / _MEMORY_LOADS))
         self._bytes = self._bytes * keep + nbytes
@@ -244,16 +249,18 @@ class ChannelModel:
         rates = self._fit.rates
         assert rates is not None
         seen = self._busy / self._bytes if self._bytes else 0.0
-        self._latency = rates[0]
+        self.latency = rates[0]
         self._per_byte = max(rates[1], seen / _HEADROOM)
+        self.bandwidth = 1.0 / self._per_byte
         self._fitted = max(rates[1], seen / _HOPE)
+        self._moved(self._progress)
 
     # -- predictions ---------------------------------------------------------------------------
 
     def ahead(self, load_id: int) -> int:
         """Bytes in flight up to and including ``load_id``, in the order of starting."""
         total = 0
-        for other, nbytes in self._in_flight.items():
+        for other, (nbytes, _, _) in self._flights.items():
             total += nbytes
             if other == load_id:
                 break
@@ -269,23 +276,22 @@ class ChannelModel:
         has never answered looks as slow as it has been silent.
         """
         per_byte = self._per_byte
-        if not self._in_flight:
+        if not self._flights:
             if per_byte is None:
                 return None
-            return self._latency + nbytes * per_byte if nbytes > 0 else 0.0
+            return self.latency + nbytes * per_byte if nbytes > 0 else 0.0
         waited = now - self._progress
         if per_byte is None:
             return waited
-        head, stall = self._head()
-        need = nbytes * per_byte
-        late = waited - stall - head * per_byte
+        head, need = self._head[0], nbytes * per_byte
+        late = waited - self._pause - head * per_byte
         if late > 0.0:
             slack = self._slack(head)
             return need + (late if late < slack else late * late / slack)
-        seconds = need + stall - waited
-        more = nbytes - self._total
+        seconds = need + self._pause - waited
+        more = nbytes - self.in_flight_bytes
         if more > 0:
-            seconds = max(seconds, self._latency + more * per_byte)
+            seconds = max(seconds, self.latency + more * per_byte)
         return seconds if seconds > 0.0 else 0.0
 
     def slower_than(self, seconds: float, nbytes: float, now: float) -> float:
@@ -293,12 +299,12 @@ class ChannelModel:
 
         At the earliest ``now``; used to set the timer after which recompute races a late load.
         """
-        if not self._in_flight:
+        if not self._flights:
             return float("inf")
         per_byte = self._per_byte
         if per_byte is None:
             return max(now, self._progress + seconds)
-        head, stall = self._head()
+        head, stall = self._head[0], self._pause
         due = self._progress + stall + head * per_byte
         late, slack = max(0.0, seconds - nbytes * per_byte), self._slack(head)
         return max(now, due + (late if late < slack else sqrt(late * slack)))
@@ -306,9 +312,9 @@ class ChannelModel:
     def late_from(self) -> float:
         """When the oldest load under way counts as late if nothing is delivered before (never while
         nothing is known, or under way)."""
-        if not self._in_flight or self._per_byte is None:
+        if not self._flights or self._per_byte is None:
             return float("inf")
-        head, stall = self._head()
+        head, stall = self._head[0], self._pause
         expected = head * self._per_byte
         return self._progress + stall + expected + max(_LATE * expected, _LEAST_LATE)
 
@@ -334,24 +340,15 @@ class ChannelModel:
         """When a load that was overtaken should have been there, and how late says something."""
         if load_id not in self._overtaken:
             return float("inf"), 0.0
-        start, expected = self._begun[load_id]
+        nbytes, start, expected = self._flights[load_id]
         if expected is None:
-            expected = self._latency + self._in_flight[load_id] * (self._per_byte or 0.0)
+            expected = self.latency + nbytes * (self._per_byte or 0.0)
         return start + expected, max(_SLACK * expected, _LEAST_SLACK)
 
     def _slack(self, head: int) -> float:
         """Seconds by which the oldest load may be late before it is likely to hang."""
-        expected = self._latency + head * (self._per_byte or 0.0)
+        expected = self.latency + head * (self._per_byte or 0.0)
         return max(_SLACK * expected, _LEAST_SLACK)
-
-    def _head(self) -> tuple[int, float]:
-        """Bytes of the oldest load, and how long after the last progress its latency still ran."""
-        head: int = next(iter(self._in_flight.values()))
-        stall = self._oldest() + self._latency - self._progress
-        return head, stall if stall > 0.0 else 0.0
-
-    def _oldest(self) -> float:
-        return next(iter(self._begun.values()))[0]
 
     def take_checks(self) -> list[float]:
         """What loads took over what was predicted: the latest few hundred since the last call."""
@@ -363,7 +360,7 @@ class ChannelModel:
         """What is known, to be kept; None when nothing is."""
         if self._per_byte is None:
             return None
-        return ChannelProfile(self._latency, self._per_byte, self._unit)
+        return ChannelProfile(self.latency, self._per_byte, self._unit)
 
     def doubt(self) -> None:
         """Trust what is known no more than if it had been kept from another process."""

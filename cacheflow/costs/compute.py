@@ -42,7 +42,7 @@ class ComputeModel:
     prediction is ``None``.
     """
 
-    __slots__ = ("_attention", "_checks", "_fit", "_late", "_linear", "_typical")
+    __slots__ = ("_attention", "_checks", "_fit", "_late", "_linear", "_typical", "rates")
 
     def __init__(self, linear: float, attention: float) -> None:
         if not (linear > 0.0 and attention >= 0.0):
@@ -53,25 +53,22 @@ class ComputeModel:
         self._late = _LATE_START
         self._typical = 0.0
         self._checks = Ratios()
+        self.rates: tuple[float, float, float] | None = None
+        """``(k0, k1, k2)``: seconds a tile-layer, a unit of each part of :meth:`work`; or None.
+
+        The cost of any set of ``n`` cells is ``k0 * n + k1 * A + k2 * B`` with the sums of their
+        work. Replaced as a whole, so that another thread always reads three that belong together.
+        """
 
     @property
     def known(self) -> bool:
         """Whether anything was observed, or loaded, yet."""
-        return self._fit.rates is not None
+        return self.rates is not None
 
     @property
     def is_guess(self) -> bool:
         """Little was observed since the start, or since what was known was doubted."""
         return self._fit.seen < _FEW
-
-    @property
-    def rates(self) -> tuple[float, float, float] | None:
-        """``(k0, k1, k2)``: seconds a tile-layer, a unit of each part of :meth:`work`; or None.
-
-        The cost of any set of ``n`` cells is ``k0 * n + k1 * A + k2 * B`` with the sums of their
-        work.
-        """
-        return self._fit.rates
 
     def work(self, tile: Tile) -> tuple[float, float]:
         """FLOPs of one layer of ``tile``: linear, and attention over all keys before its tokens."""
@@ -81,7 +78,7 @@ class ComputeModel:
 
     def layer_seconds(self, tile: Tile) -> float | None:
         """Predicted seconds of one layer of ``tile``, or None when nothing is known."""
-        rates = self._fit.rates
+        rates = self.rates
         if rates is None:
             return None
         start, stop = tile.start, tile.stop
@@ -95,8 +92,10 @@ class ComputeModel:
 
     def pass_seconds(self, tiles: Sequence[Tile]) -> float | None:
         """Predicted seconds of one layer of several tiles in one pass, with one launch."""
+        if len(tiles) == 1:
+            return self.layer_seconds(tiles[0])
         seconds = [self.layer_seconds(tile) for tile in tiles]
-        rates = self._fit.rates
+        rates = self.rates
         if rates is None:
             return None
         return sum(each or 0.0 for each in seconds) - rates[0] * (len(tiles) - 1)
@@ -110,15 +109,16 @@ class ComputeModel:
         if not 0.0 < seconds < float("inf") or any(tile.stop <= tile.start for tile in tiles):
             return
         work = [self.work(tile) for tile in tiles]
-        a, b = sum(each[0] for each in work), sum(each[1] for each in work)
-        if self._fit.rates is None:
+        a, b = map(sum, zip(*work, strict=True))
+        if self.rates is None:
             # All of it is work at one rate; the update says how little one observation knows.
             rate = seconds / (a + b)
             self._fit.start((seconds, rate, rate), (0.0, 1.0, 1.0))
             self._fit.observe(1.0, a, b, seconds)
-            self._typical = seconds
+            self.rates, self._typical = self._fit.rates, seconds
             return
         ratio = self._fit.observe(1.0, a, b, seconds)
+        self.rates = self._fit.rates
         self._late += _LATE_MEMORY * (min(max(ratio - 1.0, 0.0), 1.0) - self._late)
         self._typical = seconds
         self._checks.append(ratio)
@@ -131,7 +131,7 @@ class ComputeModel:
 
     def profile(self) -> ComputeProfile | None:
         """What is known, to be kept; None when nothing is."""
-        rates = self._fit.rates
+        rates = self.rates
         return None if rates is None else ComputeProfile(*rates, typical=self._typical)
 
     def doubt(self) -> None:
@@ -145,3 +145,4 @@ class ComputeModel:
         self._typical = profile.typical
         units = (profile.typical, profile.linear, profile.attention)
         self._fit.start(units, (launch, 1.0, 1.0), _PRIMED)
+        self.rates = self._fit.rates

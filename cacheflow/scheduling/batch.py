@@ -13,18 +13,14 @@ from heapq import heappop
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.frontier import Frontier
+from cacheflow.scheduling.granting import LEAST_TOKENS, Granting
 from cacheflow.scheduling.paced import Paced
-from cacheflow.scheduling.packing import Packing
 from cacheflow.scheduling.policies.token_wise import TokenWise
 from cacheflow.scheduling.queue import Queue
-from cacheflow.types import Claim, Load
+from cacheflow.types import Claim
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cacheflow.scheduling.loading import Reach
     from cacheflow.scheduling.policies import Policy
-    from cacheflow.scheduling.queue import Rank
     from cacheflow.types import ComputeBatch, ComputeDone, Coverage, RequestSpec, TileGrid, TileWork
 
 __all__ = ["BatchScheduler"]
@@ -32,11 +28,9 @@ __all__ = ["BatchScheduler"]
 _INFINITE: Final = float("inf")
 _FAMILY_BITS: Final = 20
 """Between the numbers of two requests there is room for one rank a tile."""
-_LEAST_TOKENS: Final = 64
-"""Suffixes from this width on are learned from."""
 
 
-class BatchScheduler(Packing):
+class BatchScheduler(Granting):
     """Claims of all requests of one engine. Loop-owned, except :meth:`claim` (compute thread)."""
 
     # -- requests ------------------------------------------------------------------------------
@@ -243,7 +237,7 @@ class BatchScheduler(Packing):
             if frontier is not None and (begins or not self._gives_way(frontier, now)):
                 answer = frontier.claim(work, layer, now)
             # What a few tokens take says nothing about tiles.
-            wide = not work.is_suffix or work.tile.width >= _LEAST_TOKENS
+            wide = not work.is_suffix or work.tile.width >= LEAST_TOKENS
             learn = answer is not Claim.REFUSED and wide
             self._outlook.claimed(work.tile if learn else None, now, joins=joins)
         return answer
@@ -269,143 +263,3 @@ class BatchScheduler(Packing):
             frontier = self._requests.get(work.request_id)
             if frontier is not None:
                 frontier.aborted(work)
-
-    # -- engines that schedule themselves ------------------------------------------------------
-
-    def position(self, request_id: str) -> int:
-        """Leading tokens of a paced request whose KV is complete: where its engine goes on, which
-        is further than it has computed where loads came first."""
-        with self._gate:
-            return self._paced(request_id).skip_loaded()
-
-    def grant_compute(self, request_id: str, budget: int, now: float) -> int:
-        """How many tokens from :meth:`position` on the engine may compute in this step.
-
-        At most ``budget``. 0: what comes next is (being) loaded. What was granted is the engine's
-        to compute, in this step or a later one; no load touches it any more.
-
-        Raises:
-            KeyError: there is no such request, or it is not paced.
-        """
-        with self._gate:
-            frontier = self._paced(request_id)
-            if frontier.held or frontier.cancelled:
-                return 0
-            first = min(filter(None, (self._compute.waiting(), self._compute.parked())))
-            frontier.is_first_to_compute = first[1] == request_id
-            tokens = frontier.grant(budget, now)
-            frontier.turn_compute_away(not tokens)
-            return tokens
-
-    def advanced(self, request_id: str, tokens: int, seconds: float, now: float) -> None:
-        """The engine has computed so many of the tokens granted, in ``seconds`` of its compute (0:
-        not known, for instance because the step computed other requests as well).
-
-        Raises:
-            ValueError: that is more than was granted.
-            KeyError: there is no such request, or it is not paced.
-        """
-        with self._gate:
-            frontier = self._paced(request_id)
-            frontier.advance(tokens, seconds if tokens >= _LEAST_TOKENS else 0.0)
-            self._changed(frontier, now)
-            self._rank_again(now)
-
-    def _paced(self, request_id: str) -> Paced:
-        frontier = self._requests[request_id]
-        if not isinstance(frontier, Paced):
-            raise KeyError(f"request {request_id!r} is not paced by its engine")
-        return frontier
-
-    # -- loads ---------------------------------------------------------------------------------
-
-    def next_load(self, channel: str, now: float) -> Load | None:
-        """The load to start on ``channel`` now, claimed; None until something ends."""
-        queue = self._channels.get(channel)
-        if queue is None:
-            return None
-        with self._gate:
-            if not self._outlook.has_room(channel, None):
-                return None
-            parked, waiting = queue.parked(), queue.waiting()
-            if parked is not None and (waiting is None or parked < waiting):
-                load = self._ask_channel(channel, queue, parked, now, None, is_first=True)
-                if load is not None:
-                    return load
-            while (waiting := queue.waiting()) is not None:
-                parked = queue.parked()
-                left = self._requests[waiting[1]].loads_left(now)
-                if not self._outlook.has_room(channel, left):
-                    return None
-                is_first = parked is None or waiting < parked
-                load = self._ask_channel(channel, queue, waiting, now, left, is_first=is_first)
-                if load is not None:
-                    return load
-        return None
-
-    def commit(self, load: Load) -> int:
-        """Layers (bitmap) of a verified load to publish; compute has begun to write the others."""
-        frontier = self._requests.get(load.request_id)
-        if frontier is None:
-            return 0
-        with self._gate:
-            return frontier.commit(load)
-
-    def loaded(self, load: Load, layers: int, now: float) -> None:
-        """The load was published (``layers``: what :meth:`commit` granted)."""
-        with self._gate:
-            self._outlook.ended(load, now, delivered=True)
-            frontier = self._requests.get(load.request_id)
-            if frontier is not None:
-                own = frontier.is_own(load.tile)
-                frontier.landed(load, layers)
-                self._changed(frontier, now, own=own)
-            self._rank_again(now)
-
-    def failed(self, load: Load, now: float, *, chunks: Sequence[int], late: bool = False) -> None:
-        """The load failed for ``chunks``; ``late``: its channel is not to be waited for again."""
-        with self._gate:
-            self._outlook.ended(load, now, delivered=False)
-            frontier = self._requests.get(load.request_id)
-            if frontier is not None:
-                frontier.lost(load, chunks)
-                if late:
-                    frontier.drop_channel(load.channel)
-                self._changed(frontier, now)
-
-    def _ask_channel(
-        self,
-        channel: str,
-        queue: Queue,
-        entry: tuple[Rank, str],
-        now: float,
-        left: float | None,
-        *,
-        is_first: bool,
-    ) -> Load | None:
-        rank, request_id = entry
-        frontier = self._requests[request_id]
-        frontier.is_first_to_load = is_first
-        reach = frontier.next_reach(channel, now, left)
-        if reach is None:
-            queue.park(request_id, rank)
-            frontier.turn_away(channel, True)
-            return None
-        frontier.turn_away(channel, False)
-        queue.put(request_id, rank)
-        return self._start(frontier, channel, reach, now)
-
-    def _start(self, frontier: Frontier, channel: str, reach: Reach, now: float) -> Load:
-        load = Load(
-            id=next(self._ids),
-            request_id=frontier.spec.id,
-            channel=channel,
-            tile=reach.tile,
-            layers=reach.layers,
-            chunks=reach.chunks,
-            nbytes=reach.nbytes,
-            hidden=reach.hidden,
-        )
-        frontier.start(load)
-        self._outlook.channel(channel).started(load.id, load.nbytes, now)
-        return load

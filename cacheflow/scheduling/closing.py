@@ -7,18 +7,28 @@ the order in which the suffix needs them. Asks what is known and leaves the sear
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.ending import Ending
 from cacheflow.scheduling.feeding import Feeding
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cacheflow.scheduling.ending import Cell
 
 __all__ = ["Closing", "Plan"]
 
 _FEW: Final = 16
 """From so many free cells on the end is planned cell by cell."""
+
+
+@lru_cache(maxsize=64)
+def _rests(layers: int, low: int, suffix_layer: float) -> tuple[float, ...]:
+    """What is left of a suffix that stands at layer ``low``, from each layer on: seconds."""
+    ahead = [(layers - layer) * suffix_layer for layer in range(low, layers)]
+    return (*[(layers - low) * suffix_layer] * low, *ahead)
 
 
 class Plan:
@@ -55,13 +65,17 @@ class Closing(Feeding):
         channels = [channel for channel, nbytes in self.free_bytes.items() if nbytes]
         if len(channels) != 1 or self._holes & self._has_free:
             return None
-        model, suffix = self._outlook.channel(channels[0]), self._suffix_layer()
-        if not (model.bandwidth and suffix and model.is_known) or self._outlook.compute.is_guess:
+        model, suffix_layer = self._outlook.channels[channels[0]], self._suffix_layer()
+        if (
+            not (model.bandwidth and suffix_layer and model.is_known)
+            or self._outlook.compute.is_guess
+        ):
             return None
         places: list[tuple[int, int]] = []
         cells: list[Cell] = []
         chunk_seconds = self._strides[channels[0]] / model.bandwidth
         low, layers = self.suffix_low[0], self.spec.num_layers
+        rests = _rests(layers, low, suffix_layer)
         for t in self._free_tiles():
             state = self.tiles[t]
             cost = self._outlook.layer_seconds(state.work) or 0.0
@@ -70,27 +84,24 @@ class Closing(Feeding):
             while free:
                 layer = (free & -free).bit_length() - 1
                 free &= free - 1
-                rest = (layers - (layer if layer > low else low)) * suffix
                 places.append((t, layer))
-                cells.append((cost * (layer + 1 - below), load, rest))
+                cells.append((cost * (layer + 1 - below), load, rests[layer]))
                 below = layer + 1
         ending = Ending(
             cells,
             compute_free=self._outlook.current_left(now),
             channel_free=model.left(model.in_flight_bytes, now) or 0.0,
-            landed=self._landed(suffix, now),
-            suffix=(layers - low) * suffix,
+            landed=self._landed(rests, now),
+            suffix=rests[0],
         )
         return Plan(places, ending)
 
-    def _landed(self, suffix_layer: float, now: float) -> float:
-        """Seconds until the suffix would end if it waited for nothing but what is under way."""
-        landed, low = 0.0, self.suffix_low[0]
-        for flight in self._flights.values():
-            first = flight.layers.start
-            rest = (self.spec.num_layers - (first if first > low else low)) * suffix_layer
-            landed = max(landed, self._lands_in(flight, now) + rest)
-        return landed
+    def _landed(self, rests: Sequence[float], now: float) -> float:
+        """Seconds until the suffix would end if it waited for nothing but what is under way.
+        ``rests``: what is left of it from each layer on."""
+        flights = self._flights.values()
+        lands = (self._lands_in(each, now) + rests[each.layers.start] for each in flights)
+        return max(lands, default=0.0)
 
     @property
     def _decides_alone(self) -> bool:

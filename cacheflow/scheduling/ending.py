@@ -37,7 +37,7 @@ class Ending:
     it.
     """
 
-    __slots__ = ("_channel_free", "_computed", "_landed", "_loads")
+    __slots__ = ("_channel_free", "_computed", "_ends", "_landed", "_loads")
 
     def __init__(
         self,
@@ -49,10 +49,12 @@ class Ending:
         suffix: float,
     ) -> None:
         self._channel_free, self._landed = channel_free, landed
-        self._computed = list(accumulate((c[0] for c in cells), initial=compute_free + suffix))
+        self._computed = list(accumulate([c[0] for c in cells], initial=compute_free + suffix))
         """When the suffix would end if compute took so many cells, and all others were there."""
         # Earliest deadline first: the suffix needs those first after which most of it is left.
-        self._loads = sorted(((r, i, load) for i, (_, load, r) in enumerate(cells)), reverse=True)
+        self._loads = sorted([(r, i, load) for i, (_, load, r) in enumerate(cells)], reverse=True)
+        self._ends: dict[int, float] = {}
+        """What :meth:`_loaded` found, by count."""
 
     def meeting(self) -> int:
         """How many cells to recompute so that the suffix ends first; the fewest of equals."""
@@ -62,8 +64,8 @@ class Ending:
         best = max(computed[crossing], loaded(crossing))
         if crossing:
             best = min(best, loaded(crossing - 1))  # compute is the earlier one there
-        best *= _SAME
-        return bisect_left(every, True, key=lambda count: loaded(count) <= best)
+        best *= _SAME  # and so no earlier than loads at the crossing
+        return bisect_left(every, True, hi=crossing, key=lambda count: loaded(count) <= best)
 
     def computes(self) -> bool:
         """Whether compute takes a cell at all: :meth:`meeting` is above 0, without looking for
@@ -74,10 +76,13 @@ class Ending:
 
     def _loaded(self, count: int) -> float:
         """When the suffix would end if compute took the first ``count`` cells in no time."""
+        if count in self._ends:
+            return self._ends[count]
         end, sent = self._landed, self._channel_free
         for rest, i, load in self._loads:
             if i >= count:
                 sent += load
                 if sent + rest > end:
                     end = sent + rest
+        self._ends[count] = end
         return end

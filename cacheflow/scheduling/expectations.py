@@ -11,6 +11,7 @@ from cacheflow.scheduling.planned import Planned
 from cacheflow.scheduling.sharing import Sharing
 
 if TYPE_CHECKING:
+    from cacheflow.scheduling.glance import Glance
     from cacheflow.types import Load
 
 __all__ = ["Expectations"]
@@ -48,10 +49,8 @@ class Expectations(Sharing):
         return self._outlook.layer_seconds(work) or 0.0
 
     def _suffix_layer(self) -> float:
-        """Seconds of a layer of the first suffix piece, if it may start under the last loads."""
-        if not self.policy.overlaps:
-            return 0.0
-        return self._outlook.layer_seconds(self._suffix_work[0]) or 0.0
+        """Seconds of a layer of the first suffix piece, if loads can hide behind it."""
+        return (self._outlook.layer_seconds(self._suffix_work[0]) or 0.0) if self._hides else 0.0
 
     def _overlap(self) -> float:
         """Seconds for which loads may go on at most after compute has turned to the suffix."""
@@ -69,7 +68,7 @@ class Expectations(Sharing):
         free = [(self.tiles[t].free, self.tiles[t].work[0]) for t in self._free_tiles()]
         ends = {layers.bit_length() for layers, _ in free}
         total = sum(self.free_bytes.values())
-        flying = sum(self._outlook.channel(c).in_flight_bytes for c in self._strides)
+        flying = sum(self._outlook.channels[c].in_flight_bytes for c in self._strides)
         free_seconds = left * total / (total + flying) if total else 0.0
         latest = max((last - self.suffix_low[0]) * layer, left + layer)
         cells = self.free.linear or 1.0
@@ -168,7 +167,7 @@ class Expectations(Sharing):
                 compute += layer * (self._outlook.layer_seconds(self._suffix_work[0]) or 0.0)
         for other in self._strides:
             if other != channel and self.tiles[t].wanted.get(other, 0) >> layer & 1:
-                model = self._outlook.channel(other)
+                model = self._outlook.channels[other]
                 nbytes = model.in_flight_bytes + self.free_bytes[other]
                 seconds = model.left(nbytes, now) if model.bandwidth else None
                 if seconds is not None:
@@ -179,7 +178,7 @@ class Expectations(Sharing):
         """When :meth:`loads_left` will exceed ``seconds`` if nothing is delivered before."""
         times = [_INFINITE]
         for channel in self._strides:
-            nbytes, model = self._before(channel), self._outlook.channel(channel)
+            nbytes, model = self._before(channel), self._outlook.channels[channel]
             if model.in_flight:
                 when = model.slower_than(seconds, self._queued(channel, nbytes), now)
             elif nbytes:  # About to start, by all that is known.
@@ -188,24 +187,24 @@ class Expectations(Sharing):
                 continue
             times.append(when)
         for load in self._flights.values():
-            lags = self._outlook.channel(load.channel).lags_from(load.id, seconds)
+            lags = self._outlook.channels[load.channel].lags_from(load.id, seconds)
             times.append(max(lags, now))
         return min(times)
 
     def _lands_in(self, load: Load, now: float) -> float:
         """Seconds until a load under way is there; what was silent so far is as long again."""
-        model = self._outlook.channel(load.channel)
+        model = self._outlook.channels[load.channel]
         return max(model.left(model.ahead(load.id), now) or 0.0, model.lag(load.id, now))
 
     def _late_at(self, load: Load, seconds: float, now: float) -> float:
         """When a load under way will look ``seconds`` away if nothing is delivered before."""
-        model = self._outlook.channel(load.channel)
+        model = self._outlook.channels[load.channel]
         late = model.slower_than(seconds, model.ahead(load.id), now)
         return min(late, max(model.lags_from(load.id, seconds), now))
 
-    def _gain(self, now: float) -> float | None:
-        """Share of the load-only time that both ends together would save, if all is known."""
-        load = self.loads_left(now)
+    def _gain(self, load: float | None) -> float | None:
+        """Share of ``load``, seconds for which all would be loaded, that both ends together would
+        save, if all is known."""
         if load is None:
             return None
         both = self._outlook.meeting(self.free, load, self._overlap())
@@ -213,10 +212,10 @@ class Expectations(Sharing):
             return None
         return 1 - both / load if load > 0.0 else 0.0
 
-    def _patience(self, now: float) -> float:
+    def _patience(self, glance: Glance) -> float:
         """How far loads may fall behind before a recompute that was not worth starting starts."""
         begins = self.begun or self._outlook.was_surprised
-        if begins or self.policy.begin(self._gain(now)):
+        if begins or self.policy.begin(self._gain(glance.left)):
             return 0.0
         return 2 * max(
             (self._outlook.transfer_seconds(c, self._before(c)) for c in self._strides),
@@ -226,7 +225,7 @@ class Expectations(Sharing):
     def plan(self, compute_backlog: float, load_backlog: float) -> None:
         """Fix the staircase now, if the policy does that and all costs are known."""
         layer = [self._outlook.layer_seconds(state.work) for state in self.tiles]
-        bandwidth = sum(self._outlook.channel(c).bandwidth or 0.0 for c in self._strides)
+        bandwidth = sum(self._outlook.channels[c].bandwidth or 0.0 for c in self._strides)
         if not bandwidth or None in layer:
             return
         stride = max(self._strides.values())
@@ -251,7 +250,7 @@ class Expectations(Sharing):
             compute += below.bit_count() * (self._outlook.layer_seconds(state.work) or 0.0)
             width = state.tile.width // self.spec.chunk_tokens
             for channel, stride in self._strides.items():
-                bandwidth = self._outlook.channel(channel).bandwidth
+                bandwidth = self._outlook.channels[channel].bandwidth
                 if bandwidth:
                     load += (free & ~below).bit_count() * width * stride / bandwidth
         return compute, load

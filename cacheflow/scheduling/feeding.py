@@ -17,6 +17,7 @@ from cacheflow.types import Span
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from cacheflow.scheduling.glance import Glance
     from cacheflow.scheduling.outlook import Outlook
     from cacheflow.scheduling.policies import Policy
     from cacheflow.types import Coverage, Load, RequestSpec, Tile, TileGrid
@@ -140,6 +141,7 @@ class Feeding(Expectations):
         for i, piece in enumerate(self.spec.suffix):
             if piece.start == start:
                 self.suffix_fed[i] = True
+                self._hides = self.policy.overlaps and self.suffix_fed[0]
                 return
         for t in self._tiles_at(start):
             if self._feeds:
@@ -178,13 +180,9 @@ class Feeding(Expectations):
     def _tiles_at(self, start: int) -> Iterable[int]:
         return (t for t, state in enumerate(self.tiles) if state.tile.start == start)
 
-    def _suffix_layer(self) -> float:
-        """Nothing hides behind a suffix that has not come yet."""
-        return super()._suffix_layer() if self.suffix_fed[0] else 0.0
-
     # -- what is worth loading -----------------------------------------------------------------
 
-    def next_feed(self, channel: str, now: float) -> Reach | None:
+    def next_feed(self, channel: str, glance: Glance) -> Reach | None:
         """The activation that ``channel`` should be asked for now, if any."""
         for t in self._unfed():
             feed = self._feeds[t]
@@ -195,7 +193,7 @@ class Feeding(Expectations):
                 return None  # nothing behind it can be computed before it
             stride = self._hidden_strides[channel]
             chunks = chunks[: max(1, self._outlook.max_load_bytes // stride)]
-            if self.tiles[t].must or self._worth_feeding(t, channel, now):
+            if self.tiles[t].must or self._worth_feeding(t, channel, glance):
                 return Reach(t, _HIDDEN, chunks, stride * len(chunks), hidden=True)
             return None
         return None
@@ -210,20 +208,20 @@ class Feeding(Expectations):
             if not self.is_fed(t) and (state.free or state.must > state.low):
                 yield t
 
-    def _worth_feeding(self, t: int, channel: str, now: float) -> bool:
+    def _worth_feeding(self, t: int, channel: str, glance: Glance) -> bool:
         """Whether all would be done sooner with tile ``t`` fed, and whether it is time."""
         nbytes = self._hidden_strides[channel] * len(self._feeds[t].missing)
         if nbytes >= self._bytes_of(t):
             return False
         ahead = [i for i in self._free_tiles() if i < t]
-        cost, left = self._outlook.layer_seconds(self.tiles[t].work), self.loads_left(now)
-        speed = sum(self._outlook.channel(c).bandwidth or 0.0 for c in self._strides)
+        cost, left = self._outlook.layer_seconds(self.tiles[t].work), glance.left
+        speed = sum(self._outlook.channels[c].bandwidth or 0.0 for c in self._strides)
         if cost is None or left is None or not speed:
             return not ahead and self.policy.compute(None, None)
-        if not self.begun and not self.policy.begin(self._gain(now)):
+        if not self.begun and not self.policy.begin(self._gain(left)):
             return False
-        model = self._outlook.channel(channel)
-        computed = sum(map(self._seconds_of, ahead)) + self._outlook.current_left(now)
+        model = self._outlook.channels[channel]
+        computed = sum(map(self._seconds_of, ahead)) + self._outlook.current_left(glance.now)
         queued = model.in_flight_bytes + _AHEAD * nbytes
         if computed > model.latency + queued / (model.bandwidth or speed):
             return False

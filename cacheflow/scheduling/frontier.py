@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.scheduling.glance import Glance
 from cacheflow.scheduling.racing import Racing
 from cacheflow.types import Claim, TileWork
 
@@ -32,9 +33,10 @@ class Frontier(Racing):
 
     def next_work(self, now: float) -> TileWork | None:
         """The lowest tile (then the suffix) whose next layer compute should take now."""
+        glance = Glance(self, now)
         for t in self._candidates():
             state = self.tiles[t]
-            if self._decide(t, state.low, now) is not Claim.REFUSED:
+            if self._decide(t, state.low, glance) is not Claim.REFUSED:
                 return TileWork(self.spec.id, state.tile, state.low)
         for i, piece in enumerate(self.spec.suffix):
             low = self.suffix_low[i]
@@ -111,7 +113,7 @@ class Frontier(Racing):
         t = self.index(work)
         if self._waits(t, layer):
             return Claim.REFUSED
-        answer = self._decide(t, layer, now)
+        answer = self._decide(t, layer, Glance(self, now))
         if answer is not Claim.REFUSED:
             state = self.tiles[t]
             state.low = layer + 1
@@ -184,7 +186,8 @@ class Frontier(Racing):
                     on_time = self._race_at(flights, seconds + self._until_suffix(target), now)
                     if on_time > now:
                         return on_time
-                return self._flip(max(seconds + self._overlap(), self._patience(now)), now)
+                patience = self._patience(Glance(self, now))
+                return self._flip(max(seconds + self._overlap(), patience), now)
         return _INFINITE
 
     def paused(self) -> list[int]:
@@ -220,43 +223,41 @@ class Frontier(Racing):
             return None
         return (open_cells & -open_cells).bit_length() - 1
 
-    def _decide(self, t: int, layer: int, now: float) -> Claim:
+    def _decide(self, t: int, layer: int, glance: Glance) -> Claim:
         target = self._target(t, layer)
         if target is None or not (layer or self.is_fed(t)):
             return Claim.REFUSED
         state = self.tiles[t]
         if state.committing >> target & 1:
             return Claim.REFUSED
-        if state.must <= target and not self._worth(state, target, layer, now):
+        if state.must <= target and not self._worth(state, target, layer, glance):
             return Claim.REFUSED
         return Claim.THROUGH if state.ready >> layer & 1 else Claim.WRITE
 
-    def _worth(self, state: TileState, target: int, layer: int, now: float) -> bool:
+    def _worth(self, state: TileState, target: int, layer: int, glance: Glance) -> bool:
         if not self.policy.hedges:
             free = self._may_take(state, target, layer) and self.policy.compute(None, None)
-            return free or self._stalled(now)
-        left = self.loads_left(now)
-        patient = left is not None and left < self._patience(now)
-        if self._outlook.compute_stale(now):
+            return free or self._stalled(glance)
+        left = glance.left
+        patient = left is not None and left < self._patience(glance)
+        if self._outlook.compute_stale(glance.now):
             # One layer tells what compute is worth now: nothing is lost if it ends before loads do.
             late = None if left is None else left * self._outlook.lateness(self._strides)
             self.leaves = not self.policy.compute(self._outlook.layer_bound(state.work), late)
         else:
-            self.leaves = patient or not self._wins(state, target, layer, left, now)
-        return not self.leaves or self._stalled(now)
+            self.leaves = patient or not self._wins(state, target, layer, glance)
+        return not self.leaves or self._stalled(glance)
 
-    def _wins(
-        self, state: TileState, target: int, layer: int, left: float | None, now: float
-    ) -> bool:
+    def _wins(self, state: TileState, target: int, layer: int, glance: Glance) -> bool:
         """Whether compute should go on to ``target``. Of a cell in flight, that is if it would be
         there before its load, or on the way to a free one behind it."""
-        cost = self._outlook.layer_bound(state.work)
+        cost, left, now = self._outlook.layer_bound(state.work), glance.left, glance.now
 
         def compute(stop: int) -> float | None:
             return None if cost is None else cost * (stop - layer + 1)
 
         if not state.in_flight >> target & 1:
-            ending = self.ending(now)
+            ending = glance.ending
             return ending.computes() if ending else self._sooner(compute(target), left, now)
         raced, sure = compute(target), not self._outlook.compute.is_guess
         raced = None if raced is None else raced * self._price
@@ -293,9 +294,9 @@ class Frontier(Racing):
             return layer > 0 or not (state.in_flight or state.ready)
         return not state.in_flight >> target & 1
 
-    def _stalled(self, now: float) -> bool:
+    def _stalled(self, glance: Glance) -> bool:
         """Nothing is on its way and no channel would start anything: either side's estimate says
         that the other is faster. Then compute goes on, or nobody ever would."""
         if any(self._loads.values()):
             return False
-        return all(self.next_reach(channel, now) is None for channel in self._strides)
+        return all(self.next_reach(channel, glance) is None for channel in self._strides)

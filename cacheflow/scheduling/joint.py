@@ -19,6 +19,7 @@ from cacheflow.types import Claim, ComputeBatch, TileWork
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cacheflow.scheduling.glance import Glance
     from cacheflow.scheduling.policies import Policy
     from cacheflow.scheduling.queue import Rank
     from cacheflow.scheduling.tiles import TileState
@@ -132,10 +133,10 @@ class Joint(Frontier):
     def _waits(self, t: int, layer: int) -> bool:
         return layer >= self.tiles[t].asked and super()._waits(t, layer)
 
-    def _decide(self, t: int, layer: int, now: float) -> Claim:
+    def _decide(self, t: int, layer: int, glance: Glance) -> Claim:
         state = self.tiles[t]
         if layer >= state.asked:
-            return super()._decide(t, layer, now)
+            return super()._decide(t, layer, glance)
         if not self._passable(t, layer):
             return Claim.REFUSED
         return Claim.THROUGH if state.ready >> layer & 1 else Claim.WRITE

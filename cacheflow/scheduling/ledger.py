@@ -84,6 +84,9 @@ class Ledger:
         self._outlook = outlook
         self._by_layers = policy.by_layers(spec)
         self._whole_tiles = policy.whole_tiles(spec)
+        self._hides = policy.overlaps and not spec.fed
+        """Whether loads can hide behind the suffix: it may start under the last ones, and is here
+        (in a stage of a pipeline, it comes)."""
         self.heights: Sequence[int] | None = None
         """Planned layers of each tile to recompute, if the policy plans."""
         self._strides: dict[str, int] = {}
@@ -159,8 +162,7 @@ class Ledger:
     def _recount(self, t: int) -> None:
         """Bring the sums up to date with what the tile says now."""
         state = self.tiles[t]
-        shared = state.union - sum(state.only.values())
-        self._count(t, (state.free.bit_count(), state.counts, state.only, shared))
+        self._count(t, (state.free.bit_count(), state.counts, state.only, state.shared))
         marks = (
             state.free > 0,
             not state.complete,

@@ -6,6 +6,7 @@ the suffix last, in the order in which the suffix will need it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.closing import Closing
@@ -14,6 +15,8 @@ from cacheflow.types import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from cacheflow.scheduling.glance import Glance
 
 __all__ = ["Loading", "Reach"]
 
@@ -31,66 +34,68 @@ _LEAST_HELD: Final = 2
 class Loading(Closing):
     """A request as channels see it."""
 
-    def next_reach(self, channel: str, now: float, left: float | None = None) -> Reach | None:
+    def next_reach(self, channel: str, glance: Glance) -> Reach | None:
         """What ``channel`` should be asked for next: an activation that compute is about to need,
-        else cells from the back. ``left``: :meth:`loads_left`, if it was just asked for."""
+        else cells from the back."""
         if self.cancelled or channel not in self._strides:
             return None
-        if self.spec.fed and (feed := self.next_feed(channel, now)) is not None:
+        if self.spec.fed and (feed := self.next_feed(channel, glance)) is not None:
             return feed
         if not self.own_bytes(channel):
             return None
         if self._by_layers:
-            return self._top_layer(channel, now)
-        ending = self.ending(now)
+            return self._top_layer(channel, glance.now)
+        ending = glance.ending
         if ending is not None:
             masks = {t: mask & self._allowed(t, channel) for t, mask in ending.loads().items()}
             masks = {t: mask for t, mask in masks.items() if mask}
             return self._lowest_layer(channel, masks) if masks else None
-        held = self._held_back(channel, now, left) if self.policy.overlaps else {}
+        held = self._held_back(channel, glance) if self.policy.overlaps else {}
         if held and self.leaves:
             return self._lowest_layer(channel, held)
         for t in self._load_order():
             mask = self._allowed(t, channel) & ~held.get(t, 0)
             if mask:
-                reach = self._cut(channel, t, mask, now, self._seconds_for(channel, held))
+                later = self._seconds_for(channel, held) if held else 0.0
+                reach = self._cut(channel, t, mask, glance.now, later)
                 if reach is not None or not held:
                     return reach
                 break  # Compute has the rest sooner; what is held back waits for nothing else.
         return self._lowest_layer(channel, held) if held else None
 
-    def _held_back(self, channel: str, now: float, left: float | None) -> dict[int, int]:
+    def _held_back(self, channel: str, glance: Glance) -> dict[int, int]:
         """Cells by tile that come last and from the lowest layer up, because they can hide behind
         the suffix: all once compute has left them, before that as many of the highest layers as
         arrive while the suffix is computed."""
         if self.leaves:
             return self._allowed_from(0, channel)
-        meeting = self._meeting_tile(now, left)
+        meeting = self._meeting_tile(glance)
         if meeting is None:
             return {}
         stride = self._strides[channel] / self.spec.chunk_tokens
-        room = self._overlap() * (self._outlook.channel(channel).bandwidth or 0.0) / stride
+        room = self._overlap() * (self._outlook.channels[channel].bandwidth or 0.0) / stride
         if room < _LEAST_HELD * self.tiles[meeting].tile.width:
             return {}
         allowed = self._allowed_from(meeting, channel)
-        sizes = [(mask, self.tiles[t].tile.width) for t, mask in allowed.items()]
-        low, high = 0, self.spec.num_layers
-        while low < high:
-            middle = (low + high) // 2
+        widths: dict[int, int] = {}  # Most tiles are untouched, and so alike.
+        for t, mask in allowed.items():
+            widths[mask] = widths.get(mask, 0) + self.tiles[t].tile.width
+
+        def fits(low: int) -> bool:
             tokens = 0
-            for mask, width in sizes:
-                tokens += (mask >> middle).bit_count() * width
-            low, high = (low, middle) if tokens <= room else (middle + 1, high)
+            for mask, width in widths.items():
+                tokens += (mask >> low).bit_count() * width
+            return tokens <= room
+
+        low = bisect_left(range(self.spec.num_layers), True, key=fits)
         return {t: mask >> low << low for t, mask in allowed.items() if mask >> low}
 
-    def _meeting_tile(self, now: float, left: float | None) -> int | None:
+    def _meeting_tile(self, glance: Glance) -> int | None:
         """The tile in which compute is expected to leave the rest to loads; None where the suffix
         is too short to plan for."""
         if not (self.is_first_to_load and self.is_first_to_compute and self._has_free):
             return None
-        hidden = self._overlap()
-        if left is None:
-            left = self.loads_left(now)
+        hidden, left = self._overlap(), glance.left
         if left is None or hidden < _PLANNED_SHARE * left:
             return None
         if self._holes & self._has_free:
@@ -108,21 +113,16 @@ class Loading(Closing):
     def _lowest_layer(self, channel: str, masks: Mapping[int, int]) -> Reach:
         """One load of the lowest layers: of one tile as long as no other has lower ones, or as many
         as the loads are ahead of the suffix, which is in no hurry for them then."""
-        lows = {t: (mask & -mask).bit_length() - 1 for t, mask in masks.items()}
-        t = min(lows, key=lambda each: (lows[each], each))
-        low = lows.pop(t)
+        lows = sorted(((mask & -mask).bit_length() - 1, t) for t, mask in masks.items())
+        low, t = lows[0]
         chunks = self.tiles[t].chunks_for(channel, low)
         stride = self._strides[channel] * len(chunks)
         ahead = max(low - self.suffix_low[0], 1)
-        stop = max(min(lows.values(), default=_MOST), low + ahead)
-        stop = min(stop, low + self._unit(channel, stride))
-        top = low + 1
-        while (
-            top < stop
-            and masks[t] >> top & 1
-            and (len(self.tiles[t].parts) == 1 or self.tiles[t].chunks_for(channel, top) == chunks)
-        ):
-            top += 1
+        others = lows[1][0] if len(lows) > 1 else _MOST
+        stop = min(max(others, low + ahead), low + self._unit(channel, stride))
+        taken = ~(masks[t] >> low)
+        stop = min(stop, low + (taken & -taken).bit_length() - 1)
+        top = low + self.tiles[t].alike(channel, range(low, stop))
         return Reach(t, Span(low, top), chunks, stride * (top - low))
 
     def _allowed_from(self, first: int, channel: str) -> dict[int, int]:
@@ -172,7 +172,7 @@ class Loading(Closing):
             sum(mask.bit_count() * self.tiles[t].tile.width for t, mask in masks.items())
             // self.spec.chunk_tokens
         )
-        bandwidth = self._outlook.channel(channel).bandwidth
+        bandwidth = self._outlook.channels[channel].bandwidth
         return count * self._strides[channel] / bandwidth if bandwidth else 0.0
 
     def _cut(self, channel: str, t: int, mask: int, now: float, later: float = 0.0) -> Reach | None:
@@ -184,20 +184,15 @@ class Loading(Closing):
         top = mask.bit_length() - 1
         chunks = state.chunks_for(channel, top)
         stride = self._strides[channel] * len(chunks)
-        for size in (self._unit(channel, stride), 1):
-            low = top
-            while (
-                top - low + 1 < size
-                and low > 0
-                and mask >> (low - 1) & 1
-                and (len(state.parts) == 1 or state.chunks_for(channel, low - 1) == chunks)
-            ):
-                low -= 1
+        gap = (~mask & ((1 << top) - 1)).bit_length()  # The layers above it are one run.
+        unit = min(top + 1 - gap, self._unit(channel, stride))
+        unit = state.alike(channel, range(top, top - unit, -1))
+        for low in (top + 1 - unit, top):
             nbytes = stride * (top - low + 1)
             load = self._outlook.load_seconds(channel, nbytes, now)
             probes = self.policy.hedges and self._outlook.is_probing(channel, nbytes)
             reached = self._reached(channel, t, low, now)
-            if reached is not None:
+            if reached is not None and later:
                 # The suffix hides so much of what is held back behind this load, and no more.
                 hides = (self.spec.num_layers - 1 - low) * self._suffix_layer()
                 reached -= max(later - hides, 0.0)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from cacheflow.costs import ComputeModel
+    from cacheflow.scheduling.glance import Glance
     from cacheflow.types import Load, Tile
 
 __all__ = ["Outlook", "Work"]
@@ -225,12 +226,12 @@ class Outlook:
 
     def load_seconds(self, channel: str, nbytes: int, now: float) -> float | None:
         """Seconds until ``nbytes`` more, asked for now, would be there."""
-        model = self.channel(channel)
+        model = self.channels[channel]
         return model.left(model.in_flight_bytes + nbytes, now)
 
     def transfer_seconds(self, channel: str, nbytes: int) -> float:
         """The same by bandwidth alone, as if nothing were late (0 where nothing is known)."""
-        model = self.channel(channel)
+        model = self.channels[channel]
         bandwidth = model.bandwidth
         return (model.in_flight_bytes + nbytes) / bandwidth if bandwidth else 0.0
 
@@ -238,7 +239,7 @@ class Outlook:
         """``nbytes`` that several channels have, each giving what it can; None while unknown."""
         total, queued = 0.0, nbytes
         for name in channels:
-            model = self.channel(name)
+            model = self.channels[name]
             total += model.bandwidth or 0.0
             queued += model.in_flight_bytes
         return queued / total if total else None
@@ -255,22 +256,24 @@ class Outlook:
                 longest = max(longest, seconds)
         return longest
 
-    def has_room(self, channel: str, left: float | None) -> bool:
-        """Whether another load of a request that will be loading for ``left`` seconds would keep
+    def has_room(self, channel: str, request: Glance | None) -> bool:
+        """Whether another load of ``request`` (of any that will be loading for long) would keep
         the channel busy rather than queue behind it."""
-        model = self.channel(channel)
-        bandwidth = model.bandwidth
+        model = self.channels[channel]
+        bandwidth, flying = model.bandwidth, model.in_flight
         if bandwidth is None:
-            return model.in_flight == 0
+            return flying == 0
+        if flying < 2:
+            return True
         known = self._deliveries.get(channel, 0) >= _SETTLED
         seconds = _DEPTH_SECONDS if known else _UNSETTLED_SECONDS
-        seconds = seconds if left is None else min(seconds, left * _DEPTH_SHARE)
-        seconds += model.latency
-        return model.in_flight < 2 or model.in_flight_bytes < bandwidth * seconds
+        if request is not None and request.left is not None:
+            seconds = min(seconds, request.left * _DEPTH_SHARE)
+        return model.in_flight_bytes < bandwidth * (seconds + model.latency)
 
     def is_probing(self, channel: str, nbytes: int) -> bool:
         """Whether ``nbytes`` more would tell latency from bandwidth; compute may overtake them."""
-        model = self.channel(channel)
+        model = self.channels[channel]
         return model.is_guess and not model.in_flight and nbytes > model.typical_bytes
 
     def unit_layers(
@@ -280,7 +283,7 @@ class Outlook:
 
         One while its bandwidth is unknown: a probe should cost little.
         """
-        model = self.channel(channel)
+        model = self.channels[channel]
         bandwidth = model.bandwidth
         if not bandwidth:
             return 1

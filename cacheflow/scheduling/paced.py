@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.frontier import Frontier
+from cacheflow.scheduling.glance import Glance
 from cacheflow.types import Tile
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class Paced(Frontier):
         state = self.tiles[t]
         if state.complete or state.committing:
             return False
-        if not state.must and not self._worth(state, self.spec.num_layers - 1, 0, now):
+        glance = Glance(self, now)
+        if not (state.must or self._worth(state, self.spec.num_layers - 1, 0, glance)):
             return False
         state.low, state.ready, state.running = self.spec.num_layers, state.full, True
         self.begun = True

@@ -7,7 +7,7 @@ operation is O(log n) amortised. Knows nothing of what a request is.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TypeAlias
 
 __all__ = ["Queue", "Rank"]
@@ -60,9 +60,16 @@ class Queue:
     def _push(self, item: str, rank: Rank, *, parked: bool) -> None:
         self._ranks[item] = (rank, parked)
         heap = self._parked if parked else self._waiting
+        if heap and heap[0][1] == item:
+            heapreplace(heap, (rank, item))  # Whose turn it is has a new rank most of the time.
+            return
         heappush(heap, (rank, item))
         if len(heap) > 64 + 4 * len(self._ranks):
-            # Entries that were left behind must not pile up.
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Clear entries that were left behind away at once, so that nobody has to skip them."""
+        for heap, parked in ((self._waiting, False), (self._parked, True)):
             heap[:] = [(r, i) for i, (r, is_parked) in self._ranks.items() if is_parked is parked]
             heapify(heap)
 

@@ -46,7 +46,7 @@ class Racing(Loading):
         """Seconds until this cell's loads are there; None if they are late or somebody else's."""
         flights = self._flights_of(state, layer)
         for flight in flights:
-            model = self._outlook.channel(flight.channel)
+            model = self._outlook.channels[flight.channel]
             if model.late_from() <= now or model.lag(flight.id, now):
                 return None
         return max((self._lands_in(flight, now) for flight in flights), default=None)
@@ -55,7 +55,7 @@ class Racing(Loading):
         """When a cell that these loads bring should be raced, which takes ``seconds``."""
         times = [_INFINITE]
         for flight in flights:
-            late = self._outlook.channel(flight.channel).late_from()
+            late = self._outlook.channels[flight.channel].late_from()
             times += [self._late_at(flight, seconds, now), max(late, now)]
         return min(times)
 

@@ -178,6 +178,8 @@ class Ranking:
         for frontier in self._requests.values():
             if not frontier.cancelled:
                 self._put_back(frontier, now)
+        for queue in (self._compute, *self._channels.values()):
+            queue.tidy()
 
     def _backlog(self, frontier: Frontier) -> tuple[float, float]:
         """Seconds of compute and of loads planned for all requests but ``frontier``."""

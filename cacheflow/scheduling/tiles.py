@@ -6,6 +6,7 @@ Layers are bits of an integer. What decisions ask for is kept up to date when so
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class TileState:
         "passing",
         "ready",
         "running",
+        "shared",
         "sharers",
         "tile",
         "union",
@@ -100,6 +102,8 @@ class TileState:
         """How many of them no other channel has."""
         self.union = 0
         """How many (chunk, layer) any channel could be asked for."""
+        self.shared = 0
+        """How many of them several channels have."""
         self.refresh()
 
     @property
@@ -147,6 +151,7 @@ class TileState:
         self.union = found.bit_count() * len(part.chunks)
         self.wanted = {channel: found} if found else {}
         self.counts = self.only = {channel: self.union} if found else {}
+        self.shared = 0
 
     def _want(self, usable: int) -> None:
         self.wanted, self.counts, self.only, self.union = {}, {}, {}, 0
@@ -166,15 +171,26 @@ class TileState:
                     self.counts[channel] = self.counts.get(channel, 0) + count
                     alone = (found & ~twice).bit_count() * size
                     self.only[channel] = self.only.get(channel, 0) + alone
+        self.shared = self.union - sum(self.only.values())
 
     def chunks_for(self, channel: str, layer: int) -> tuple[int, ...]:
-        """Absolute indices of the chunks that ``channel`` would deliver at ``layer``."""
+        """Absolute indices of the chunks that ``channel`` would deliver at the wanted ``layer``."""
+        if len(self.parts) == 1:
+            return self.parts[0].chunks
         found = [
             part.chunks
             for part in self.parts
             if (part.sources.get(channel, 0) & ~(part.loaded | part.in_flight)) >> layer & 1
         ]
         return found[0] if len(found) == 1 else tuple(sorted(sum(found, ())))
+
+    def alike(self, channel: str, layers: range) -> int:
+        """How many of ``layers``, all wanted, have the chunks that the first one has, in a row."""
+        if len(self.parts) == 1:
+            return len(layers)
+        chunks = self.chunks_for(channel, layers[0])
+        same = (self.chunks_for(channel, layer) == chunks for layer in layers)
+        return sum(takewhile(bool, same))
 
     # -- what happens; each is followed by a refresh() -------------------------------------------
 
