@@ -16,8 +16,6 @@ from cacheflow.scheduling.feeding import Feeding
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheflow.scheduling.ending import Cell
-
 __all__ = ["Closing", "Plan"]
 
 _FEW: Final = 16
@@ -72,23 +70,26 @@ class Closing(Feeding):
         ):
             return None
         places: list[tuple[int, int]] = []
-        cells: list[Cell] = []
+        compute: list[float] = []
+        load: list[float] = []
         chunk_seconds = self._strides[channels[0]] / model.bandwidth
         low, layers = self.suffix_low[0], self.spec.num_layers
         rests = _rests(layers, low, suffix_layer)
         for t in self._free_tiles():
             state = self.tiles[t]
             cost = self._outlook.layer_seconds(state.work) or 0.0
-            load = state.tile.width // self.spec.chunk_tokens * chunk_seconds
             free, below = state.free, state.low
+            load += [state.tile.width // self.spec.chunk_tokens * chunk_seconds] * free.bit_count()
             while free:
                 layer = (free & -free).bit_length() - 1
                 free &= free - 1
                 places.append((t, layer))
-                cells.append((cost * (layer + 1 - below), load, rests[layer]))
+                compute.append(cost * (layer + 1 - below))
                 below = layer + 1
         ending = Ending(
-            cells,
+            compute,
+            load,
+            [rests[layer] for _, layer in places],
             compute_free=self._outlook.current_left(now),
             channel_free=model.left(model.in_flight_bytes, now) or 0.0,
             landed=self._landed(rests, now),

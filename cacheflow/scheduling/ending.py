@@ -13,35 +13,35 @@ best meeting is where the two cross, found by bisection. Pure arithmetic: knows 
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import accumulate
-from typing import TYPE_CHECKING, Final, TypeAlias
+from itertools import accumulate, count
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Cell", "Ending"]
+__all__ = ["Ending"]
 
-Cell: TypeAlias = tuple[float, float, float]
-"""Seconds to compute (with the layers that have to be passed on the way), to load, and that the
-suffix takes from its layer on."""
 _SAME: Final = 1 + 1e-9
 """Floating point: what is nearer than this is equal."""
 
 
 class Ending:
-    """All ways in which compute takes the first of ``cells``, free cells in its own order, and the
-    channel the others. Times are seconds from now.
+    """All ways in which compute takes the first of some free cells, in its own order, and the
+    channel the others. Times are seconds, or seconds from now.
 
-    ``compute_free``, ``channel_free``: when either could begin another cell. ``landed``: when the
-    suffix would end if it waited for nothing but the loads under way. ``suffix``: what is left of
-    it.
+    ``compute``, ``load``: what each cell takes either way (with the layers that have to be passed
+    on the way). ``rest``: what the suffix takes from its layer on. ``compute_free``,
+    ``channel_free``: when either could begin another cell. ``landed``: when the suffix would end if
+    it waited for nothing but the loads under way. ``suffix``: what is left of it.
     """
 
     __slots__ = ("_channel_free", "_computed", "_ends", "_landed", "_loads")
 
     def __init__(
         self,
-        cells: Sequence[Cell],
+        compute: Sequence[float],
+        load: Sequence[float],
+        rest: Sequence[float],
         *,
         compute_free: float,
         channel_free: float,
@@ -49,40 +49,40 @@ class Ending:
         suffix: float,
     ) -> None:
         self._channel_free, self._landed = channel_free, landed
-        self._computed = list(accumulate([c[0] for c in cells], initial=compute_free + suffix))
+        self._computed = list(accumulate(compute, initial=compute_free + suffix))
         """When the suffix would end if compute took so many cells, and all others were there."""
         # Earliest deadline first: the suffix needs those first after which most of it is left.
-        self._loads = sorted([(r, i, load) for i, (_, load, r) in enumerate(cells)], reverse=True)
+        self._loads = sorted(zip(rest, count(), load, strict=False), reverse=True)
         self._ends: dict[int, float] = {}
-        """What :meth:`_loaded` found, by count."""
+        """What :meth:`_loaded` found."""
 
     def meeting(self) -> int:
         """How many cells to recompute so that the suffix ends first; the fewest of equals."""
         computed, loaded = self._computed, self._loaded
         every = range(len(computed) - 1)
-        crossing = bisect_left(every, True, key=lambda count: computed[count] >= loaded(count))
+        crossing = bisect_left(every, True, key=lambda cells: computed[cells] >= loaded(cells))
         best = max(computed[crossing], loaded(crossing))
         if crossing:
             best = min(best, loaded(crossing - 1))  # compute is the earlier one there
         best *= _SAME  # and so no earlier than loads at the crossing
-        return bisect_left(every, True, hi=crossing, key=lambda count: loaded(count) <= best)
+        return bisect_left(every, True, hi=crossing, key=lambda cells: loaded(cells) <= best)
 
     def computes(self) -> bool:
         """Whether compute takes a cell at all: :meth:`meeting` is above 0, without looking for
         it."""
         limit = self._loaded(0) / _SAME
-        count = bisect_left(self._computed, limit) - 1
-        return count > 0 and self._loaded(count) < limit
+        cells = bisect_left(self._computed, limit) - 1
+        return cells > 0 and self._loaded(cells) < limit
 
-    def _loaded(self, count: int) -> float:
-        """When the suffix would end if compute took the first ``count`` cells in no time."""
-        if count in self._ends:
-            return self._ends[count]
+    def _loaded(self, cells: int) -> float:
+        """When the suffix would end if compute took so many cells in no time."""
+        if cells in self._ends:
+            return self._ends[cells]
         end, sent = self._landed, self._channel_free
         for rest, i, load in self._loads:
-            if i >= count:
+            if i >= cells:
                 sent += load
                 if sent + rest > end:
                     end = sent + rest
-        self._ends[count] = end
+        self._ends[cells] = end
         return end

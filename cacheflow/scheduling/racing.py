@@ -39,7 +39,7 @@ class Racing(Loading):
         return [
             load
             for load in self._flights.values()
-            if self.tiles[load.tile] is state and layer in load.layers
+            if self.tiles[load.tile] is state and load.layers.start <= layer < load.layers.stop
         ]
 
     def _landing(self, state: TileState, layer: int, now: float) -> float | None:

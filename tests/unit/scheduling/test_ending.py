@@ -36,7 +36,9 @@ def test_the_best_meeting_is_found(data: st.DataObject, tiles: int, layers: int)
     load, suffix = data.draw(seconds), data.draw(seconds)
     rests = [suffix * (layers - layer) for layer in range(layers)]
     ending = Ending(
-        [(cost, load, rest) for cost in compute for rest in rests],
+        [cost for cost in compute for _ in rests],
+        [load] * tiles * layers,
+        rests * tiles,
         compute_free=0.0,
         channel_free=0.0,
         landed=0.0,
@@ -62,9 +64,10 @@ def test_what_is_under_way_counts() -> None:
     def meeting(
         *, compute_free: float = 0.0, channel_free: float = 0.0, landed: float = 0.0
     ) -> int:
-        cells = [(1.0, 1.0, 0.2), (1.0, 1.0, 0.1)]
         ending = Ending(
-            cells,
+            [1.0, 1.0],
+            [1.0, 1.0],
+            [0.2, 0.1],
             compute_free=compute_free,
             channel_free=channel_free,
             landed=landed,
