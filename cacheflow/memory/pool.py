@@ -125,13 +125,17 @@ class StagingPool:
                 return self._quarantined.get(owner, 0)
             return sum(self._quarantined.values())
 
-    def set_cap(self, owner: str, nbytes: int) -> None:
-        """``owner`` may hold at most ``nbytes``, quarantine included.
+    def set_cap(self, owner: str, nbytes: int | None) -> None:
+        """``owner`` may hold at most ``nbytes``, quarantine included; None: as much as there is.
 
         What it holds already stays; its waiters that could never be served any more fail.
         """
         with self._lock:
-            self._caps[owner] = nbytes
+            if nbytes is None:
+                self._caps.pop(owner, None)
+                nbytes = self.capacity
+            else:
+                self._caps[owner] = nbytes
             hopeless = [w for w in self._waiters if w.owner == owner and _round_up(w.size) > nbytes]
             for waiter in hopeless:
                 self._waiters.remove(waiter)
@@ -244,6 +248,8 @@ class StagingPool:
             with self._lock:
                 self._quarantined[owner] -= size
                 self._used[owner] -= size
+                if not self._used[owner]:  # owners come and go
+                    del self._used[owner], self._quarantined[owner]
                 self._free.give(offset, size)
                 whole = self._free.free == self.capacity
             self._wake()

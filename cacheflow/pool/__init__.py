@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from cacheflow.pool.server import StoreServer, running
     from cacheflow.pool.settings import StoreSettings
+    from cacheflow.pool.sockets import watch_socket
     from cacheflow.pool.transport import Access, Link, Piece, Target, Transport, TransportKind
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "messages",
     "read_frame",
     "running",
+    "watch_socket",
 ]
 
 _WHERE: Final = {
@@ -60,6 +62,7 @@ _WHERE: Final = {
     "TransportKind": "transport",
     "read_frame": "frames",
     "running": "server",
+    "watch_socket": "sockets",
 }
 
 

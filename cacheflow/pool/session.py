@@ -16,6 +16,7 @@ from cacheflow.errors import CacheFlowError, IntegrityError
 from cacheflow.kv import encode_header, parse_name
 from cacheflow.pool import messages as m
 from cacheflow.pool.frames import FIRST_BODY, Kind, read_frame
+from cacheflow.pool.sockets import watch_stream
 from cacheflow.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _AT_ONCE: Final = 64
 """Requests of one connection that run at the same time."""
 _SEND_SECONDS: Final = 10.0
 """A client that does not read its replies for so long is disconnected."""
+_GONE_SECONDS: Final = 30.0
+"""A client whose machine is silent for so long is gone."""
 _REPLY_BYTES: Final = 4 << 20
 """Headers in one reply, about."""
 
@@ -74,6 +77,7 @@ class Session:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Until the client goes, or has to."""
         self._writer = writer
+        watch_stream(writer, _GONE_SECONDS)
         try:
             await self._hello(reader)
             async with asyncio.TaskGroup() as group:

@@ -56,6 +56,11 @@ class Flight:
             taken, self._is_taken = self._is_taken, True
             return not taken
 
+    def touches(self, memory: Range) -> bool:
+        """Whether any of ``memory`` is what it reads or writes here."""
+        start, stop = memory[0], memory[0] + memory[1]
+        return any(at < stop and start < at + nbytes for at, nbytes in self.ours)
+
     def let_go(self) -> None:
         """Nobody touches the memory any more. Called once."""
         for hold in self.holds:

@@ -122,7 +122,7 @@ class NixlLink:
             raise ValueError("device memory has to be registered first (register_memory)")
         for at in range(0, buffer.nbytes, self._memory.part_bytes):
             nbytes = min(self._memory.part_bytes, buffer.nbytes - at)
-            stop = await self._memory.stopover(nbytes)
+            stop = await self._memory.stopover(self._peer, nbytes)
             flight, done = self._fly(
                 way,
                 [(stop.buffer.address, nbytes)],

@@ -6,18 +6,18 @@ goes through the slab, with one copy on the reactor's thread (without the GIL).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from ctypes import memmove
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.errors import ClosedError, ConfigError
+from cacheflow.errors import BackendError, ClosedError, ConfigError
 from cacheflow.memory import StagingPool
 from cacheflow.types import MemoryKind
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from cacheflow.memory import Lease
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["OurMemory", "Stopover", "register"]
 
 _log = logging.getLogger(__name__)
+_PARTS: Final = 8
+"""The slab takes so many of the largest pieces at once."""
+_SHARE: Final = 4
+"""One peer's transfers, those that hang included, have at most this fraction of the slab."""
+_ROOM_SECONDS: Final = 1.0
+"""How long there is to wait for room in a slab that is mostly held by what hangs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +59,7 @@ class OurMemory:
         self._reactor = reactor
         self._loop = loop
         self._slab = slab
-        self.part_bytes: Final = slab.capacity // 8
+        self.part_bytes: Final = slab.capacity // _PARTS
         self._regions: list[_Region] = []
 
     @classmethod
@@ -79,6 +85,19 @@ class OurMemory:
         """Bytes of the slab that nobody waits for any more but that may still be touched."""
         return self._slab.quarantined_bytes()
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether what nobody waits for any more holds most of the slab."""
+        return 2 * self.quarantined_bytes > self._slab.capacity
+
+    def welcome(self, peer: str) -> None:
+        """Transfers with ``peer`` get their share of the slab, and leave the others theirs."""
+        self._slab.set_cap(peer, self._slab.capacity // _SHARE)
+
+    def dismiss(self, peer: str) -> None:
+        """There are no transfers with ``peer`` any more but what hangs."""
+        self._slab.set_cap(peer, None)
+
     def register_memory(self, memory: Buffer) -> Callable[[], None]:
         """Use ``memory`` as it lies, as soon as it is registered and until the answer is called."""
         registration = _Registration(self._regions, self._reactor)
@@ -89,9 +108,20 @@ class OurMemory:
         """Whether ``buffer`` can be transferred as it lies."""
         return any(region.has(buffer) for region in self._regions)
 
-    async def stopover(self, nbytes: int) -> Stopover:
-        """Room in the slab; waits until there is some."""
-        return Stopover(await self._slab.lease(nbytes))
+    async def stopover(self, peer: str, nbytes: int) -> Stopover:
+        """Room in the slab for a transfer with ``peer``; waits until there is some.
+
+        Raises:
+            BackendError: there is none, and will not soon be: transfers hang in it.
+        """
+        if not self.is_worn:
+            return Stopover(await self._slab.lease(nbytes, peer))
+        try:
+            async with asyncio.timeout(_ROOM_SECONDS):
+                return Stopover(await self._slab.lease(nbytes, peer))
+        except TimeoutError:
+            reason = f"{self.quarantined_bytes} bytes of the slab are held by transfers that hang"
+            raise BackendError(reason, operation="transfer", is_temporary=True) from None
 
     async def aclose(self) -> None:
         """Give the slab back, or leave it to what may still touch it."""
@@ -133,7 +163,8 @@ class _Registration:
     def _deregister(self, region: _Region) -> None:
         self._regions.remove(region)
         # Not under a transfer: hardware may be at it.
-        self._reactor.order(lambda agent: agent.deregister(region.registered), when_idle=True)
+        memory = (region.start, region.stop - region.start)
+        self._reactor.order(lambda agent: agent.deregister(region.registered), after=memory)
 
 
 async def register(reactor: Reactor, memory: Buffer) -> _Region:

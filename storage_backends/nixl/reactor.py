@@ -22,7 +22,7 @@ from cacheflow.storage_backends.nixl.traffic import Traffic, attempt, plain
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cacheflow.storage_backends.nixl.agent import Agent
+    from cacheflow.storage_backends.nixl.agent import Agent, Range
     from cacheflow.storage_backends.nixl.flights import Flight
 
 __all__ = ["Reactor"]
@@ -53,6 +53,13 @@ class Reactor:
         self._traffic = Traffic(depth, self._arrive)
         """The thread's, as is what follows."""
         self._is_stopping = False
+        self._turn_since: float | None = None
+
+    @property
+    def stuck_seconds(self) -> float:
+        """How long the thread has been at one turn. NIXL does not wait, so it comes back soon."""
+        since = self._turn_since
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def in_flight(self) -> int:
@@ -128,11 +135,11 @@ class Reactor:
         self._todo.put(lambda agent: self._traffic.part(agent, peer, parted))
         return done
 
-    def order(self, work: Callable[[Agent], None], *, when_idle: bool = False) -> None:
-        """Run ``work`` on the thread, soon, or as soon as nothing is in flight. Nobody waits for
-        it; if it raises, that is logged."""
-        if when_idle:
-            self._todo.put(lambda agent: self._traffic.when_idle.append(work))
+    def order(self, work: Callable[[Agent], None], *, after: Range | None = None) -> None:
+        """Run ``work`` on the thread, soon, or as soon as no transfer touches the memory ``after``.
+        Nobody waits for it; if it raises, that is logged."""
+        if after is not None:
+            self._todo.put(lambda agent: self._traffic.later(after, work))
         else:
             self._todo.put(lambda agent: attempt(partial(work, agent)))
 
@@ -185,15 +192,17 @@ class Reactor:
             return
         self._tell(started, None, None)
         while self._traffic.flying or not self._is_stopping:
-            self._take_orders(agent)
-            self._traffic.turn(agent)
+            self._turn(agent, self._todo.take(self._traffic.wait()))
         del agent  # here, on its own thread
         self._on_loop(self._ended.set)
 
-    def _take_orders(self, agent: Agent) -> None:
-        """All there are now; sleeps until there is one, or until the next turn is due."""
-        for order in self._todo.take(self._traffic.wait()):  # what comes meanwhile: the next turn
+    def _turn(self, agent: Agent, orders: list[Callable[[Agent], None]]) -> None:
+        """Orders that come meanwhile are of the next one."""
+        self._turn_since = time.monotonic()
+        for order in orders:
             order(agent)
+        self._traffic.turn(agent)
+        self._turn_since = None
 
     def _arrive(self, flight: Flight, error: Exception | None) -> None:
         self._arrived.append((flight, error))

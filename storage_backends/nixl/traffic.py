@@ -18,7 +18,7 @@ from cacheflow.storage_backends.nixl.pace import Pace, Service
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cacheflow.storage_backends.nixl.agent import Agent
+    from cacheflow.storage_backends.nixl.agent import Agent, Range
     from cacheflow.storage_backends.nixl.flights import Flight
 
 __all__ = ["Traffic", "attempt", "plain"]
@@ -42,14 +42,13 @@ class Traffic:
         self.flying: list[Flight] = []
         self.service = Service()
         """When progress is made for peers."""
-        self.when_idle: deque[Callable[[Agent], None]] = deque()
-        """To be done as soon as nothing is in flight."""
         self._depth: Final = depth
         self._ended = ended
         self._processor_time = processor_time
         self._waiting: dict[str, deque[Flight]] = {}
         self._counts: Counter[str] = Counter()
         self._leaving: dict[str, Callable[[], None]] = {}
+        self._later: list[tuple[Range, Callable[[Agent], None]]] = []
         self._pace = Pace()
 
     def wait(self) -> float | None:
@@ -70,10 +69,23 @@ class Traffic:
                 self._begin_one(agent, peer)
         for flight in list(self.flying):
             self._look(agent, flight)
-        while self.when_idle and not self.flying:
-            attempt(partial(self.when_idle.popleft(), agent))
+        if self._later:
+            self._do_later(agent)
         if self.service.longest is not None:
             self._serve(agent)
+
+    def later(self, memory: Range, work: Callable[[Agent], None]) -> None:
+        """Do ``work`` as soon as no flight that was accepted touches ``memory``; others may."""
+        self._later.append((memory, work))
+
+    def _do_later(self, agent: Agent) -> None:
+        waiting = [flight for queue in self._waiting.values() for flight in queue]
+        flights = [*self.flying, *waiting]
+        for each in list(self._later):
+            memory, work = each
+            if not any(flight.touches(memory) for flight in flights):
+                self._later.remove(each)
+                attempt(partial(work, agent))
 
     def _serve(self, agent: Agent) -> None:
         """NIXL does not say whether there was anything to do; the time it took does."""

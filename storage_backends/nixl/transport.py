@@ -1,60 +1,54 @@
-"""The client's half: one agent for all stores, a link to each, and our memory registered with it.
+"""The client's half: links to all stores, made by one agent, or by another where that one hangs.
 
-Knows nothing of keys and leases; which stores there are, and when to greet them again, is its
-caller's business.
+What hangs cannot be ended: not by us, nor by NIXL. So an agent with which it does keeps its memory
+and goes on looking, and what cannot be done with it is done with the next one. Knows nothing of
+keys and leases; which stores there are, and when to greet them again, is its caller's business.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import socket
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
-from cacheflow.errors import BackendError
+from cacheflow.errors import ClosedError, ConfigError
 from cacheflow.storage_backends.nixl.agent import UcxAgent
 from cacheflow.storage_backends.nixl.hello import Hello
-from cacheflow.storage_backends.nixl.link import NixlLink
-from cacheflow.storage_backends.nixl.memory import OurMemory
-from cacheflow.storage_backends.nixl.reactor import Reactor
+from cacheflow.storage_backends.nixl.worker import Worker, connect_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
+    from cacheflow.storage_backends.nixl.link import NixlLink
     from cacheflow.types import Buffer
 
 __all__ = ["NixlTransport", "agent_name"]
 
+_Start: TypeAlias = "Callable[[], Awaitable[Worker]]"
 _log = logging.getLogger(__name__)
 _SLAB_BYTES: Final = 64 << 20
 """For buffers outside of what was registered; touched, and so taken, only as it is used."""
 _CLOSE_SECONDS: Final = 1.0
-_PART_SECONDS: Final = 2.0
-"""How long a new link waits for what is still in flight on a broken one to the same store."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """A store that the agent knows."""
-
-    links: int = 0
-    parting: asyncio.Future[None] | None = None
+_MOST_AGENTS: Final = 4
+"""Of one client at once: each has a thread, a slab, and all staging memory registered with it."""
 
 
 class NixlTransport:
-    """Use :meth:`open`."""
+    """Use :meth:`open`. ``start`` makes one agent more, at work."""
 
     name: Final = "nixl"
 
-    def __init__(self, reactor: Reactor, memory: OurMemory) -> None:
-        self._reactor = reactor
-        self._memory = memory
-        self._known: dict[str, _Known] = {}
+    def __init__(self, first: Worker, start: _Start) -> None:
+        self._workers = [first]
+        self._start = start
+        self._starting: asyncio.Task[None] | None = None
+        self._regions: dict[object, Buffer] = {}
+        """To be registered with every agent."""
+        self._closing: set[asyncio.Task[bool]] = set()
         self._is_closed = False
 
     @classmethod
@@ -64,24 +58,26 @@ class NixlTransport:
         Raises:
             ConfigError: NIXL is not installed, or does not work here.
         """
-        reactor = Reactor(partial(UcxAgent, agent_name()), depth=depth)
-        await reactor.start()
-        try:
-            memory = await OurMemory.open(reactor, asyncio.get_running_loop(), slab_bytes)
-        except BaseException:
-            await reactor.aclose(_CLOSE_SECONDS)
-            raise
-        return cls(reactor, memory)
+
+        async def start() -> Worker:
+            return await Worker.start(partial(UcxAgent, agent_name()), depth, slab_bytes)
+
+        return cls(await start(), start)
+
+    @property
+    def agents(self) -> int:
+        """One, and those that were made because of transfers that hang."""
+        return len(self._workers)
 
     @property
     def in_flight(self) -> int:
         """Transfers that may still touch memory here, waited for or not."""
-        return self._reactor.in_flight
+        return sum(worker.reactor.in_flight for worker in self._workers)
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes of the slab that nobody waits for any more but that may still be touched."""
-        return self._memory.quarantined_bytes
+        """Bytes of slabs that nobody waits for any more but that may still be touched."""
+        return sum(worker.memory.quarantined_bytes for worker in self._workers)
 
     def hello(self) -> bytes:
         """Nothing: a store needs to know nothing of who reads and writes its memory."""
@@ -89,67 +85,103 @@ class NixlTransport:
 
     async def connect(self, peer: str, host: str, answer: bytes) -> NixlLink:
         hello = Hello.decode(answer)
-        await self._get_to_know(peer, hello)
-        return NixlLink(
-            hello.agent, hello, self._reactor, self._memory, partial(self._closed, hello.agent)
-        )
+        if self._is_closed:
+            raise ClosedError("the NIXL transport was closed")
+        worker = await self._choose(peer, hello.agent)
+        link = await worker.connect(peer, hello)
+        self._retire(worker)
+        return link
 
     def register_memory(self, memory: Buffer) -> Callable[[], None]:
-        return self._memory.register_memory(memory)
+        token = object()
+        self._regions[token] = memory
+        for worker in self._workers:
+            worker.register(token, memory)
+
+        def end() -> None:
+            if self._regions.pop(token, None) is not None:
+                for worker in self._workers:
+                    worker.deregister(token)
+
+        return end
 
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if not await self._reactor.aclose(_CLOSE_SECONDS):
+            if self._starting is not None:
+                await asyncio.wait([self._starting], timeout=_CLOSE_SECONDS)
+            ended = await asyncio.gather(*(worker.aclose() for worker in self._workers))
+            if not all(ended):
                 _log.error("NIXL: closed with %d transfers still under way", self.in_flight)
-            await self._memory.aclose()
+            if self._closing:
+                await asyncio.wait(self._closing)
 
-    async def _get_to_know(self, peer: str, hello: Hello) -> None:
-        known = self._known.get(hello.agent)
-        if known is not None and known.parting is not None:
-            await self._parted(peer, known.parting)
-            known = None
-        if known is None:
-            await self._add(peer, hello)
-            known = self._known.setdefault(hello.agent, _Known())
-        known.links += 1
+    async def _choose(self, peer: str, agent: str) -> Worker:
+        """The first one that can make a link to the store called ``agent``."""
+        tried: set[Worker] = set()
+        hindrance = ""
+        while True:
+            untried = [worker for worker in self._workers if worker not in tried]
+            if not untried:
+                await self._another(peer, hindrance)
+                continue
+            hindrance = await untried[0].hindrance(agent)
+            if not hindrance:
+                return untried[0]
+            tried.add(untried[0])
 
-    async def _add(self, peer: str, hello: Hello) -> None:
+    async def _another(self, peer: str, hindrance: str) -> None:
+        """Have one more. It is made whatever becomes of who waits for it: others will use it."""
+        if self._starting is None:
+            number = len(self._workers) + 1
+            if number > _MOST_AGENTS:
+                reason = (
+                    f"{hindrance}; so it is with each of the {_MOST_AGENTS} NIXL agents that this "
+                    "process may have: transport tcp goes on, or a new start of this process"
+                )
+                raise connect_error(peer, reason)
+            _log.warning(
+                "NIXL: %s: %s; what is held stays held, and agent %d of at most %d is made",
+                peer,
+                hindrance,
+                number,
+                _MOST_AGENTS,
+            )
+            self._starting = asyncio.create_task(self._start_another())
+            self._starting.add_done_callback(_heard)
         try:
-            name = await self._reactor.call(lambda agent: agent.add(hello.metadata))
-        except BackendError as error:
-            raise _connect_error(peer, f"cannot be reached through NIXL ({error})") from None
-        except asyncio.CancelledError:  # it may be added all the same, and nobody would part
-            self._reactor.part(hello.agent)
-            raise
-        if name != hello.agent:
-            self._reactor.part(name)
-            raise _connect_error(peer, f"calls itself {hello.agent!r}, and is {name!r}")
+            await asyncio.shield(self._starting)
+        except ConfigError as error:
+            reason = f"{hindrance}, and no other NIXL agent can be made ({error})"
+            raise connect_error(peer, reason) from error
 
-    async def _parted(self, peer: str, parting: asyncio.Future[None]) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PART_SECONDS):
-                await asyncio.shield(parting)
-                return
-        raise _connect_error(peer, "transfers of an older connection have not ended yet")
+    async def _start_another(self) -> None:
+        try:
+            worker = await self._start()
+        finally:
+            self._starting = None
+        if self._is_closed:  # it took too long
+            await worker.aclose()
+            return
+        for token, memory in self._regions.items():
+            worker.register(token, memory)
+        self._workers.append(worker)
 
-    def _closed(self, agent: str) -> None:
-        """A link to ``agent`` was closed: the last one ends the acquaintance."""
-        known = self._known[agent]
-        known.links -= 1
-        if known.links == 0:
-            known.parting = self._reactor.part(agent)
-            known.parting.add_done_callback(lambda done: self._forget(agent, known))
+    def _retire(self, kept: Worker) -> None:
+        """One that has nothing to do any more is not needed beside ``kept``."""
+        for worker in list(self._workers):
+            if worker is not kept and worker.is_idle:
+                self._workers.remove(worker)
+                task = asyncio.create_task(worker.aclose())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
 
-    def _forget(self, agent: str, known: _Known) -> None:
-        if self._known.get(agent) is known:
-            del self._known[agent]
+
+def _heard(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()  # whoever waits for it hears of it
 
 
 def agent_name() -> str:
     """Another one for each start of each process: NIXL takes no second one of the same name."""
     return f"cacheflow-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _connect_error(peer: str, reason: str) -> BackendError:
-    return BackendError(reason, operation="connect", context=peer, is_temporary=True)

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import socket
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from cacheflow.errors import BackendError
 from cacheflow.pool import Etcd
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Discovery", "discovery"]
 
 _log = logging.getLogger(__name__)
+_RESOLVE_SECONDS: Final = 5.0
 
 
 class Discovery(Protocol):
@@ -70,14 +71,20 @@ class _InDns:
 
     def __init__(self, dns: str) -> None:
         self._name, self._port = parse_address(dns)
+        self._asking: asyncio.Future[Any] | None = None
+        """One question at a time: a resolver that hangs takes a thread for each."""
 
     async def find(self) -> Mapping[str, Address]:
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(5.0):
-                answers = await loop.getaddrinfo(
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(
+                loop.getaddrinfo(
                     self._name, self._port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
                 )
+            )
+        try:
+            async with asyncio.timeout(_RESOLVE_SECONDS):
+                answers = await asyncio.shield(self._asking)
         except (OSError, TimeoutError) as error:
             reason = f"{self._name} cannot be resolved: {error}"
             raise BackendError(reason, operation="discover", is_temporary=True) from error
@@ -85,7 +92,9 @@ class _InDns:
         return {f"{host}:{self._port}": (host, self._port) for host in hosts}
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """What is still being asked is of no interest."""
+        if self._asking is not None:
+            self._asking.cancel()
 
 
 class _InEtcd:

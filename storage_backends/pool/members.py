@@ -100,7 +100,7 @@ class Members:
             await asyncio.sleep(self._options.discovery_seconds)
             try:
                 await self._apply(await self._discovery.find())
-            except BackendError as error:
+            except Exception as error:  # whatever it is: without this no store would ever join
                 _log.warning("pool: the list of stores cannot be had: %s", error)
 
     async def _apply(self, found: Mapping[str, Address]) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from cacheflow.errors import BackendError, CacheFlowError
+from cacheflow.errors import BackendError
 from cacheflow.pool import messages
 from cacheflow.storage_backends.pool.channel import Channel, Refused
 from cacheflow.storage_backends.pool.ways import Ways
@@ -213,7 +213,7 @@ class Peer:
         while True:
             try:
                 await self._connect()
-            except (CacheFlowError, OSError, TimeoutError, ValueError) as error:
+            except Exception as error:  # of transports, too, which may be anybody's
                 self._not_connected(error)
                 await self._lose(str(error))
             else:
@@ -277,11 +277,11 @@ class Peer:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 doubted.cancel()
-            if self._fault:
-                await self._lose(self._fault)
-                return
-            if channel.ended.done() or not await self._answers(channel):
+            if not self._fault and (channel.ended.done() or not await self._answers(channel)):
                 await self._lose("it does not answer any more")
+                return
+            if self._fault:  # perhaps of while it was asked
+                await self._lose(self._fault)
                 return
             self._doubted.clear()
             self._become(PeerState.UP)

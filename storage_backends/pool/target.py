@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self
 
 from cacheflow.errors import ConfigError, IntegrityError
+from cacheflow.pool import watch_socket
 from cacheflow.storage_backends.pool import lane
 from cacheflow.storage_backends.pool.lane import Operation, Status
 from cacheflow.tasks import all_or_nothing
@@ -34,8 +35,8 @@ ANSWER: Final = struct.Struct(f">H{lane.SECRET_BYTES}s")
 
 _log = logging.getLogger(__name__)
 _GREETING_SECONDS: Final = 5.0
-_SEND_SECONDS: Final = 30.0
-"""A client that takes nothing for so long is cut off."""
+_GONE_SECONDS: Final = 30.0
+"""A client that is silent, or takes nothing of what it is sent, for so long is cut off."""
 _CLOSE_SECONDS: Final = 2.0
 _MOST_LANES: Final = 2048
 
@@ -148,6 +149,7 @@ class TcpTarget:
         lane.prepare(connection, _GREETING_SECONDS)
         secret = lane.read_greeting(connection)
         lane.prepare(connection, 0)
+        watch_socket(connection, _GONE_SECONDS)
         with self._lock:
             client = self._clients.get(secret)
             if client is None or self._closing.is_set():

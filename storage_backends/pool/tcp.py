@@ -94,7 +94,7 @@ class TcpLink:
             raise
         try:
             async with asyncio.timeout(deadline):
-                await asyncio.shield(job.done)
+                await job.done
         except TimeoutError:
             self._threads.withdraw(job)
             raise self._error(operation, f"not there after {deadline:.3g} s") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from cacheflow.storage_backends.nixl.agent import why_missing
 from cacheflow.testing.storage_harness import idle
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from nixl_store import BareStore
 
@@ -57,9 +58,14 @@ async def linked() -> AsyncIterator[tuple[BareStore, NixlTransport, NixlLink]]:
 async def registered(transport: NixlTransport, pool: StagingPool) -> None:
     """Register the pool's memory, and wait until it is."""
     transport.register_memory(pool.arena)
-    await transport._reactor.call(lambda agent: None)
-    await asyncio.sleep(0)
-    assert transport._memory.is_registered(pool.arena)
+    await until(lambda: transport._workers[0].memory.is_registered(pool.arena))
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Look again and again: another thread cannot tell."""
+    async with asyncio.timeout(30):
+        while not reached():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def seen(buffer: Buffer) -> bytes:
@@ -177,6 +183,73 @@ async def test_a_store_that_hangs(transports: str) -> None:
         await pool.aclose()
 
 
+async def test_a_store_whose_transfers_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory stays held, and the store is reached through another agent meanwhile: what is read
+    there is right, and the agent that hung goes when its transfers have ended."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    async with linked() as (store, transport, link):
+        hold = InFlight()
+        buffer, other = buffer_from(bytearray(PART), hold), buffer_from(bytearray(PART))
+        await link.read([Piece(0, 0, buffer)], deadline=10)
+        await store.freeze()
+        assert await outcome(link.read([Piece(PART, 0, buffer)], deadline=0.3)) is not None
+        link.close()
+        second = await transport.connect("a", "", store.answer)
+        assert transport.agents == 2
+        assert hold.in_flight == 1
+        store.thaw()
+        await second.read([Piece(2 * PART, 0, other)], deadline=30)
+        assert seen(other) == CONTENT[2 * PART : 3 * PART]
+        await idle(hold)
+        assert seen(buffer) == CONTENT[PART : 2 * PART]
+        for each in transport._workers:  # who waited for the end has been told
+            await each.reactor.call(lambda agent: None)
+        second.close()
+        third = await transport.connect("a", "", store.answer)
+        await third.read([Piece(3 * PART, 0, other)], deadline=10)
+        assert seen(other) == CONTENT[3 * PART : 4 * PART]
+        assert transport.agents == 1
+
+
+async def test_a_store_that_hangs_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transfers hold their share of the slab for ever; another store is written and read on."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    async with linked() as (store, transport, link), running_store(ARENA) as other:
+        await link.read([Piece(0, 0, buffer_from(bytearray(PART)))], deadline=10)
+        beside = await transport.connect("b", "", other.answer)
+        data = hashlib.shake_256(b"new").digest(PART)
+        await store.freeze()
+        offsets = range(0, 12 * PART, PART)
+        hung = [link.write([Piece(at, 0, buffer_from(data))], deadline=1) for at in offsets]
+        results = await asyncio.gather(*map(outcome, hung))
+        assert None not in results
+        link.close()
+        assert 0 < transport.quarantined_bytes <= 2 * PART
+        for at in offsets:
+            await beside.write([Piece(at, 0, buffer_from(data))], deadline=10)
+        expected = hashlib.sha256(12 * data).hexdigest()
+        assert await other.order("digest", 0, 12 * PART) == expected
+        assert transport.quarantined_bytes > 0
+
+
+async def test_a_greeting_that_is_given_up(transports: str) -> None:
+    """Whoever connects goes away while NIXL gets to know the store: the next one gets his link."""
+    async with linked() as (_, transport, _link), running_store(ARENA) as other:
+        worker = transport._workers[0]
+        for _ in range(3):
+            busy = asyncio.ensure_future(worker.reactor.call(lambda agent: time.sleep(0.1)))
+            given_up = asyncio.ensure_future(transport.connect("b", "", other.answer))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.wait([busy, given_up])
+            assert given_up.cancelled()
+        both = [await transport.connect("b", "", other.answer) for _ in range(2)]
+        for each in both:
+            await each.read([Piece(PART, 0, buffer := buffer_from(bytearray(4096)))], deadline=10)
+            assert seen(buffer) == CONTENT[PART : PART + 4096]
+
+
 async def test_closing_over_a_hung_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing is bounded, tells who waits, and leaves the memory to what may still write it."""
     monkeypatch.setenv("UCX_TLS", "tcp")
@@ -186,8 +259,7 @@ async def test_closing_over_a_hung_store(monkeypatch: pytest.MonkeyPatch) -> Non
         await link.read([Piece(0, 0, buffer)], deadline=10)
         await store.freeze()
         waiting = asyncio.ensure_future(link.read([Piece(PART, 0, buffer)], deadline=30))
-        while not transport.in_flight:
-            await transport._reactor.call(lambda agent: None)
+        await until(lambda: transport.in_flight > 0)
         async with asyncio.timeout(5):
             await transport.aclose()
         with pytest.raises(ClosedError):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cacheflow.storage_backends.nixl.agent import Range, Way
     from cacheflow.types import MemoryKind
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Look again and again: threads tell tests nothing."""
+    async with asyncio.timeout(30):
+        while not reached():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 @dataclass(eq=False)

@@ -207,18 +207,26 @@ def test_a_look_that_took_the_processor_found_something(took: float, found: bool
     assert (traffic.service.last > -1.0) is found
 
 
-async def test_orders_wait_for_idleness() -> None:
-    """What must not happen under a transfer happens when nothing is in flight."""
-    agent, asked, done = ScriptedAgent(), Asked(), threading.Event()
-    async with running(agent) as reactor:
-        reactor.submit(asked.flight)
-        reactor.order(lambda agent: done.set(), when_idle=True)
+async def test_orders_wait_for_transfers_of_their_memory() -> None:
+    """What must not happen under a transfer happens when none of those that were accepted touches
+    the memory any more; others do not count."""
+    agent, asked, waiting = ScriptedAgent(), Asked(), Asked()
+    done: list[str] = []
+    async with running(agent, depth=1) as reactor:
+        reactor.submit(asked.flight)  # both touch bytes 0 to 7
+        reactor.submit(waiting.flight)
+        reactor.order(lambda agent: done.append("touched"), after=(7, 8))
+        reactor.order(lambda agent: done.append("beside"), after=(8, 8))
         await turn(reactor)
-        assert not done.is_set()
+        assert done == ["beside"]
         agent.begun[0].end = True
         await asked.done
         await turn(reactor)
-        assert done.is_set()
+        assert done == ["beside"]
+        agent.begun[1].end = True
+        await waiting.done
+        await turn(reactor)
+        assert done == ["beside", "touched"]
 
 
 async def test_closing_is_bounded() -> None:

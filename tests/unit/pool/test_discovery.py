@@ -48,6 +48,29 @@ async def test_every_address_of_a_name_is_a_store() -> None:
     await found.aclose()
 
 
+async def test_a_resolver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question takes a thread until it is answered: the next look waits for the same one."""
+    monkeypatch.setattr("cacheflow.storage_backends.pool.discovery._RESOLVE_SECONDS", 0.02)
+    found, loop = await discovery(PoolOptions(dns="stores.example:99")), asyncio.get_running_loop()
+    answered = asyncio.Event()
+
+    async def resolving(*args: object, **options: object) -> list[Any]:
+        await answered.wait()
+        return [(socket.AF_INET, 1, 6, "", ("10.0.0.1", 99))]
+
+    with mock.patch.object(type(loop), "getaddrinfo", side_effect=resolving) as asked:
+        for _ in range(3):
+            with pytest.raises(BackendError, match=r"stores\.example cannot be resolved"):
+                await found.find()
+        answered.set()
+        monkeypatch.undo()
+        assert await found.find() == {"10.0.0.1:99": ("10.0.0.1", 99)}
+        assert asked.call_count == 1
+        await found.find()
+    assert asked.call_count == 2
+    await found.aclose()
+
+
 async def test_localhost_is_found_by_the_real_resolver() -> None:
     """Not all of it is scripted."""
     found = await discovery(PoolOptions(dns="localhost:7"))
