@@ -18,10 +18,12 @@ import statistics
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from rich.console import Console
+from rich.progress import track
 from rigs import model_options, opened, show, start
 
 from cacheflow.session import CacheFlow
@@ -97,18 +99,23 @@ def simulated(options: argparse.Namespace) -> list[dict[str, Any]]:
     jobs = _jobs(options)
     working_set = len({block for job in jobs for block in job.leaves})
     workload = Synthetic("conversations", jobs)
-    for link in options.links:
+    settings = list(product(options.links, SHARES))
+    for link, share in track(settings, "simulated", console=Console(stderr=True)):
         scenario = Scenario(load_machine(options.preset), (Channel(load_link(link)),))
-        for share in SHARES:
-            blocks = max(1, round(share * working_set))
-            entry: dict[str, Any] = {"link": link, "share": share, "blocks": blocks}
-            for way in WAYS:
+        blocks = max(1, round(share * working_set))
+        entry: dict[str, Any] = {"link": link, "share": share, "blocks": blocks}
+        ttft: dict[str, dict[str, float]] = {}
+        for way in WAYS:
+            # Where all has room nothing is evicted: all that differs is what is written.
+            same = way.writes if blocks >= working_set else way.name
+            if same not in ttft:
                 run = replace(
                     scenario, shared_blocks=blocks, eviction=way.eviction, writes=way.writes
                 )
                 summary = simulate(run, workload, "adaptive").summary
-                entry[way.name] = {"mean": summary.ttft.mean, "p99": summary.ttft.p99}
-            found.append(entry)
+                ttft[same] = {"mean": summary.ttft.mean, "p99": summary.ttft.p99}
+            entry[way.name] = ttft[same]
+        found.append(entry)
     return found
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from itertools import takewhile
 from math import ceil, sqrt
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from cacheflow.costs.checks import Ratios
 from cacheflow.costs.fit import Fit
 from cacheflow.costs.profile import ChannelProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
 
 __all__ = ["ChannelModel"]
 
@@ -60,7 +63,7 @@ class ChannelModel:
     does not matter in which order parallel streams finish them. A row says how many latencies it
     had to wait out, how many bytes came and how long that took (see :class:`Fit`). Time that went
     into loads that failed is charged to the next delivery. Every method is O(1), except
-    :meth:`ahead`, and :meth:`ended` of a load that has passed others.
+    :meth:`ahead`, :meth:`landings`, and :meth:`ended` of a load that has passed others.
     """
 
     __slots__ = (
@@ -293,6 +296,16 @@ class ChannelModel:
         if more > 0:
             seconds = max(seconds, self.latency + more * per_byte)
         return seconds if seconds > 0.0 else 0.0
+
+    def landings(self, wanted: Container[int], now: float) -> Iterator[tuple[int, float]]:
+        """Of each ``wanted`` load in flight, by id, the seconds until it is there: until the bytes
+        up to it are, or its :meth:`lag`. 0 while nothing is known."""
+        total = 0
+        for load_id, (nbytes, _, _) in self._flights.items():
+            total += nbytes
+            if load_id in wanted:
+                seconds = self.left(total, now) or 0.0
+                yield load_id, max(seconds, self.lag(load_id, now)) if self._overtaken else seconds
 
     def slower_than(self, seconds: float, nbytes: float, now: float) -> float:
         """When ``left(nbytes)`` will exceed ``seconds`` if nothing is delivered before.

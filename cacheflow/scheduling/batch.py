@@ -176,14 +176,15 @@ class BatchScheduler(Granting):
                 work = self._ask_compute(parked[1], now, is_first=True)
                 if work is not None:
                     return self._filled(work, now)
-            while (waiting := self._compute.waiting()) is not None:
-                parked = self._compute.parked()
-                work = self._ask_compute(
-                    waiting[1], now, is_first=parked is None or waiting < parked
-                )
+                parked, waiting = self._compute.parked(), self._compute.waiting()
+            while waiting is not None:
+                is_first = parked is None or waiting < parked
+                work = self._ask_compute(waiting[1], now, is_first=is_first)
                 if work is not None:
                     return self._filled(work, now)
-                if self._compute.waiting() == waiting:
+                asked = waiting
+                parked, waiting = self._compute.parked(), self._compute.waiting()
+                if waiting == asked:
                     return None  # Nothing is begun before somebody's suffix goes on.
         return None
 

@@ -100,9 +100,12 @@ class Closing(Feeding):
     def _landed(self, rests: Sequence[float], now: float) -> float:
         """Seconds until the suffix would end if it waited for nothing but what is under way.
         ``rests``: what is left of it from each layer on."""
-        flights = self._flights.values()
-        lands = (self._lands_in(each, now) + rests[each.layers.start] for each in flights)
-        return max(lands, default=0.0)
+        landed, flights = 0.0, self._flights
+        for channel, loads in self._loads.items():
+            if loads:
+                for load_id, seconds in self._outlook.channels[channel].landings(flights, now):
+                    landed = max(landed, seconds + rests[flights[load_id].layers.start])
+        return landed
 
     @property
     def _decides_alone(self) -> bool:

@@ -87,7 +87,8 @@ class Expectations(Sharing):
         """
         longest, passed, models = 0.0, False, self._outlook.channels
         for channel, loads in self._loads.items():
-            model, nbytes = models[channel], self._before(channel, alone=alone)
+            model = models[channel]
+            nbytes = self.free_bytes[channel] if alone else self._before(channel)
             if self._shared:
                 nbytes -= self.free_bytes[channel] - self._only[channel]
             if nbytes > 0 or loads:
@@ -111,10 +112,10 @@ class Expectations(Sharing):
         flights = self._flights.values()
         return max((models[load.channel].lag(load.id, now) for load in flights), default=0.0)
 
-    def _before(self, channel: str, *, alone: bool = False) -> int:
+    def _before(self, channel: str) -> int:
         """Bytes that ``channel`` has still to be asked for until this request is loaded."""
         nbytes = self.free_bytes[channel]
-        if nbytes and not (alone or self.is_first_to_compute):
+        if nbytes and not self.is_first_to_compute:
             ahead = self._outlook.bytes_ahead[channel]
             nbytes += ahead - (self.own_bytes(channel) if self.compute_turned_away else 0)
         return nbytes
@@ -123,10 +124,9 @@ class Expectations(Sharing):
         """Bytes on their way and ``nbytes`` more; without any more, only up to the last of its own:
         what others asked for later does not keep it waiting."""
         model = self._outlook.channels[channel]
-        last = self._last_load.get(channel)
-        if nbytes > 0 or last is None:
+        if nbytes > 0 or channel not in self._last_load:
             return model.in_flight_bytes + nbytes
-        return model.ahead(last)
+        return model.ahead(self._last_load[channel])
 
     def _work_before(self, channel: str) -> float:
         """Seconds of compute for more urgent requests, from which ``channel`` has turned away."""

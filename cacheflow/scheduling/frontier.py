@@ -31,9 +31,8 @@ _INFINITE: Final = float("inf")
 class Frontier(Racing):
     """Cells, claims and readiness of one request."""
 
-    def next_work(self, now: float) -> TileWork | None:
+    def next_work(self, glance: Glance) -> TileWork | None:
         """The lowest tile (then the suffix) whose next layer compute should take now."""
-        glance = Glance(self, now)
         for t in self._candidates():
             state = self.tiles[t]
             if self._decide(t, state.low, glance) is not Claim.REFUSED:
@@ -84,7 +83,7 @@ class Frontier(Racing):
         if not work.is_suffix:
             t = self.index(work)
             self.tiles[t].running = True
-            self._refresh(t)
+            self._recount_all(t)
 
     def _candidates(self) -> Iterator[int]:
         """Tiles that compute could go on with, in its order."""
@@ -170,10 +169,11 @@ class Frontier(Racing):
             member._front = [min(front, t) for front in member._front]
         self._refresh(t)
 
-    def wake_at(self, now: float) -> float:
+    def wake_at(self, glance: Glance) -> float:
         """When compute should look again although nothing ended: loads will be too late then."""
         if not self.policy.hedges:
             return _INFINITE
+        now = glance.now
         for t in self._candidates():
             state = self.tiles[t]
             target = self._target(t, state.low) if self.is_fed(t) else None
@@ -186,8 +186,7 @@ class Frontier(Racing):
                     on_time = self._race_at(flights, seconds + self._until_suffix(target), now)
                     if on_time > now:
                         return on_time
-                patience = self._patience(Glance(self, now))
-                return self._flip(max(seconds + self._overlap(), patience), now)
+                return self._flip(max(seconds + self._overlap(), self._patience(glance)), now)
         return _INFINITE
 
     def paused(self) -> list[int]:

@@ -60,9 +60,9 @@ class Joint(Frontier):
         able.sort(key=lambda state: state.tile.start != first)
         return TileWork(self.spec.id, able[0].tile, able[0].low) if able else None
 
-    def next_work(self, now: float) -> TileWork | None:
+    def next_work(self, glance: Glance) -> TileWork | None:
         """What is asked for before what this rank would like."""
-        work = self.asked_work() or super().next_work(now)
+        work = self.asked_work() or super().next_work(glance)
         return None if work is not None and work.tile.start in self.aside else work
 
     def blocked(self) -> list[int]:

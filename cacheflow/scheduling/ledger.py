@@ -150,8 +150,12 @@ class Ledger:
             self._outlook.all_suffixes.add(layers, work)
 
     def _refresh(self, t: int) -> None:
+        self.tiles[t].refresh()
+        self._recount_all(t)
+
+    def _recount_all(self, t: int) -> None:
+        """:meth:`_recount` by all who have the tile."""
         state = self.tiles[t]
-        state.refresh()
         if len(self.family) == 1:
             self._recount(t)
             return

@@ -27,11 +27,11 @@ class Paced(Frontier):
     reached = 0
     granted = 0
 
-    def next_work(self, now: float) -> TileWork | None:
+    def next_work(self, glance: Glance) -> TileWork | None:
         """None: nobody computes for such a request but its engine."""
         return None
 
-    def wake_at(self, now: float) -> float:
+    def wake_at(self, glance: Glance) -> float:
         """Never: the engine asks at its next step anyway."""
         return _INFINITE
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cacheflow.scheduling.glance import Glance
 from cacheflow.scheduling.order import COMPUTE
 from cacheflow.scheduling.ranking import Ranking
 from cacheflow.types import ComputeBatch
@@ -30,9 +31,10 @@ class Packing(Ranking):
     def _ask_compute(self, request_id: str, now: float, *, is_first: bool) -> TileWork | None:
         frontier = self._requests[request_id]
         frontier.is_first_to_compute = is_first
-        work = frontier.next_work(now)
+        glance = Glance(frontier, now)
+        work = frontier.next_work(glance)
         if work is None:
-            self._park_compute(frontier, now)
+            self._park_compute(frontier, glance)
             return None
         rank = self._rank(frontier, COMPUTE, now)
         if not is_first and self._waits_for_first(frontier, rank, work.tile, now):
@@ -78,9 +80,10 @@ class Packing(Ranking):
         while self._room(works) > 0 and (waiting := self._compute.waiting()) is not None:
             frontier = self._requests[waiting[1]]
             frontier.is_first_to_compute = False
-            work = frontier.next_work(now)
+            glance = Glance(frontier, now)
+            work = frontier.next_work(glance)
             if work is None:
-                self._park_compute(frontier, now)
+                self._park_compute(frontier, glance)
             elif work.first_layer != works[0].first_layer or work.tile.width > self._room(works):
                 return None
             else:

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.scheduling.glance import Glance
 from cacheflow.scheduling.order import COMPUTE, load_objective
 from cacheflow.scheduling.outlook import Outlook
 from cacheflow.scheduling.queue import Queue
@@ -156,9 +157,10 @@ class Ranking:
         frontier.vain_wait = 0.0
         request_id = frontier.spec.id
         if not frontier.computing:
-            if self._compute.is_parked(request_id) and frontier.next_work(now) is None:
+            parked = self._compute.is_parked(request_id)
+            if parked and frontier.next_work(glance := Glance(frontier, now)) is None:
                 # Putting it back to be asked in vain would only interrupt whoever computes.
-                self._park_compute(frontier, now)
+                self._park_compute(frontier, glance)
             else:
                 frontier.turn_compute_away(False)
                 self._compute.put(request_id, self._rank(frontier, COMPUTE, now))
@@ -241,10 +243,12 @@ class Ranking:
             self._channels[channel].drop(frontier.spec.id)
         self._let_in(now)
 
-    def _park_compute(self, frontier: Frontier, now: float) -> None:
+    def _park_compute(self, frontier: Frontier, glance: Glance) -> None:
+        """It has nothing for compute, as ``glance`` showed."""
+        now = glance.now
         self._compute.park(frontier.spec.id, self._rank(frontier, COMPUTE, now))
         frontier.turn_compute_away(True)
-        when = frontier.wake_at(now)
+        when = frontier.wake_at(glance)
         if when <= now:  # It was just asked, in vain: each time wait longer to ask again.
             wait = max(frontier.vain_wait, frontier.layer_cost, _LEAST_WAIT)
             when, frontier.vain_wait = now + wait, min(2 * wait, _MOST_WAIT)
