@@ -14,14 +14,17 @@ import argparse
 import gc
 import heapq
 import json
+import math
 import random
 import time
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cacheflow.clock import ManualClock
 from cacheflow.costs import ComputeModel
 from cacheflow.scheduling import BatchScheduler, load_policy
+from cacheflow.simulation.svg import COLOURS, Plot
 from cacheflow.types import Claim, ComputeDone, Coverage, RequestSpec, TileGrid
 
 if TYPE_CHECKING:
@@ -184,6 +187,49 @@ def measure(active: int, events: int, objective: str, rounds: int) -> dict[str, 
     return row
 
 
+def tell(rows: list[dict[str, Any]]) -> None:
+    """A few lines a row."""
+    for row in rows:
+        least = row["least"]
+        print(
+            f"{row['active']:6d} active: median {row['median_us']:6.1f} us, "
+            f"p99 {row['p99_us']:6.1f} us ({row['decisions']} decisions)"
+        )
+        if least["rounds"] > 1:
+            print(
+                f"         least of {least['rounds']} rounds: median "
+                f"{least['median_us']:.1f} us, p99 {least['p99_us']:.1f} us"
+            )
+        for name, call in row["calls"].items():
+            print(
+                f"         {name:16s} {call['median']:7.1f} {call['p99']:7.1f} us ({call['count']})"
+            )
+
+
+def drawn(rows: list[dict[str, Any]]) -> str:
+    """Median and P99 against the number of active restores, each over what it would be if it grew
+    from the smallest number on like its logarithm (dashed)."""
+    sizes = [float(row["active"]) for row in rows]
+    lines = {
+        "median": [row["least"]["median_us"] for row in rows],
+        "p99": [row["least"]["p99_us"] for row in rows],
+    }
+    growth = [math.log(size) / math.log(sizes[0]) for size in sizes]
+    top = 1.1 * max(max(lines["p99"]), lines["p99"][0] * growth[-1])
+    plot = Plot(
+        (sizes[0], sizes[-1]), (0.0, top), "active restores (log)", "us a decision", log_x=True
+    )
+    plot.axes()
+    for (name, values), colour in zip(lines.items(), COLOURS, strict=False):
+        plot.line(list(zip(sizes, values, strict=True)), colour)
+        logarithmic = [values[0] * more for more in growth]
+        plot.line(list(zip(sizes, logarithmic, strict=True)), colour, dash="4 4")
+        plot.label(sizes[0] * 1.3, values[0] + 0.04 * top, name)
+    style = "<style>text{font:12px sans-serif;fill:#666}.grid{stroke:#8884}</style>"
+    begin, inner = plot.render().split(">", 1)
+    return f'{begin} xmlns="http://www.w3.org/2000/svg">{style}{inner}\n'
+
+
 def main() -> int:
     """Print a row a size; 1 if a limit is not kept."""
     parser = argparse.ArgumentParser(description="What a decision of the scheduler costs.")
@@ -191,29 +237,17 @@ def main() -> int:
     parser.add_argument("--events", type=int, default=20_000)
     parser.add_argument("--objective", default="tail")
     parser.add_argument("--rounds", type=int, default=1, help="of the same events")
+    parser.add_argument("--plot", type=Path, help="draw the growth with the number into this SVG")
     parser.add_argument("--json", action="store_true")
     parsed = parser.parse_args()
     sizes = [int(size) for size in parsed.active.split(",")]
     rows = [measure(size, parsed.events, parsed.objective, parsed.rounds) for size in sizes]
+    if parsed.plot is not None:
+        parsed.plot.write_text(drawn(rows))
     if parsed.json:
         print(json.dumps(rows))
     else:
-        for row in rows:
-            least = row["least"]
-            print(
-                f"{row['active']:6d} active: median {row['median_us']:6.1f} us, "
-                f"p99 {row['p99_us']:6.1f} us ({row['decisions']} decisions)"
-            )
-            if least["rounds"] > 1:
-                print(
-                    f"         least of {least['rounds']} rounds: median "
-                    f"{least['median_us']:.1f} us, p99 {least['p99_us']:.1f} us"
-                )
-            for name, call in row["calls"].items():
-                print(
-                    f"         {name:16s} {call['median']:7.1f} {call['p99']:7.1f} us "
-                    f"({call['count']})"
-                )
+        tell(rows)
     limited = [row for row in rows if row["active"] == 1000]
     return int(any(row[name] > limit for row in limited for name, limit in LIMITS.items()))
 

@@ -273,3 +273,28 @@ def test_outcomes_are_held_against_predictions() -> None:
     model.ended(10**6, now + 2 * alone, delivered=True)
     assert model.take_checks() == [pytest.approx(2.0)]
     assert model.take_checks() == []
+
+
+@given(seed=st.integers(0, 1 << 32))
+def test_what_is_said_of_all_loads_at_once_is_what_is_said_of_each(seed: int) -> None:
+    """Loads that start, end in any order, fail and are passed by others, at any moment: each that
+    is asked about lands when the bytes up to it do, or when it stops hanging, and no other does."""
+    chance = random.Random(seed)
+    flying: list[int] = []
+    model, now, number = ChannelModel(), 0.0, 0
+    for _ in range(60):
+        now += chance.expovariate(1.0) * chance.choice((1e-4, 1e-2, 1.0))
+        if flying and chance.random() < 0.5:
+            load_id = flying.pop(chance.randrange(len(flying)))
+            model.ended(load_id, now, delivered=chance.random() < 0.8)
+        else:
+            number += 1
+            flying.append(number)
+            model.started(number, chance.randrange(1, 10 * MB), now)
+        wanted = {load_id for load_id in flying if chance.random() < 0.7}
+        later = now + chance.expovariate(1.0)
+        each = {
+            load_id: max(model.left(model.ahead(load_id), later) or 0.0, model.lag(load_id, later))
+            for load_id in wanted
+        }
+        assert dict(model.landings(wanted, later)) == each
