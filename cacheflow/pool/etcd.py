@@ -99,6 +99,8 @@ class Announcement:
         self._value = json.dumps({"address": settings.advertise})
         self._ttl = settings.etcd_ttl
         self._lease = ""
+        self._is_written = False
+        """The key is there, under that lease: one without it could be kept alive for ever."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -120,11 +122,13 @@ class Announcement:
     async def _run(self) -> None:
         while True:
             try:
-                if not self._lease or not await self._etcd.keep_alive(self._lease):
+                if not (self._is_written and await self._etcd.keep_alive(self._lease)):
+                    self._is_written = False
                     self._lease = await self._etcd.grant(self._ttl)
                     await self._etcd.put(self._key, self._value, self._lease)
+                    self._is_written = True
                     _log.info("announced as %s", self._key)
-            except BackendError as error:
+            except Exception as error:  # of answers of another shape, too: the store stays unseen
                 _log.warning("cannot be announced: %s", error)
                 await asyncio.sleep(_LATER)
                 continue

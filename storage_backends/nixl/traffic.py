@@ -7,6 +7,7 @@ says how long the thread may. Knows no loop.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter, deque
 from functools import partial
@@ -127,6 +128,10 @@ class Traffic:
         self._counts[peer] += 1
         # In shared memory it is over already: whoever waits can send the next while others move.
         self._look(agent, flight)
+        if flight.handle is None:
+            # It was copied, for milliseconds and in the kernel, by this thread. Who woke up on this
+            # core meanwhile (the event loop's thread, say) would wait for the next tick, else.
+            os.sched_yield()
 
     def _begin(self, agent: Agent, flight: Flight) -> None:
         if flight.peer in self._leaving:

@@ -123,6 +123,7 @@ class Looking:
         while at < len(chunks):
             batch = chunks[at : at + messages.BATCH]
             digests, asked_at = tuple(chunk.digest for chunk in batch), time.monotonic()
+            link = peer.link
             request = messages.Lookup(chunks=digests, known=headers.known(batch), lease=True)
             try:
                 answer = await peer.ask(request, messages.LookupReply)
@@ -136,7 +137,8 @@ class Looking:
                 for (chunk, _), objects in zip(some, decoded, strict=True):
                     headers.keep(chunk, objects)
                     found[chunk] = [listed.info for listed in objects]
-                    _remember_places(peer, objects, asked_at)
+                    if peer.link is link:  # else the leases ended with their connection
+                        _remember_places(peer, objects, asked_at)
             at += len(answer.found)
         return _Answer(peer, found)
 

@@ -118,6 +118,7 @@ class TcpTarget:
                     _log.warning("tcp transport: %s", error)
                 continue
             if len(self._threads) >= _MOST_LANES:
+                _log.warning("tcp transport: a lane is turned away: there are %d", _MOST_LANES)
                 connection.close()
                 continue
             thread = threading.Thread(

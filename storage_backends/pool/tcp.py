@@ -12,6 +12,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.cores import usable_cores
 from cacheflow.errors import BackendError, IntegrityError
 from cacheflow.storage_backends.pool import lane
 from cacheflow.storage_backends.pool.channel import Refused
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TCP", "TcpLink", "TcpTransport"]
 
-_LANES: Final = 4
+_MOST_LANES: Final = 4
+_LEAST_LANES: Final = 2
 """To each store: enough for one connection to wait while another one is read."""
 _CONNECT_SECONDS: Final = 2.0
 _STALL_SECONDS: Final = 5.0
@@ -43,7 +45,7 @@ class TcpLink:
         self._where = (host, port)
         self._secret = secret
         self._tls = tls
-        self._threads = IoThreads(_LANES, f"cacheflow-pool-tcp {host}:{port}")
+        self._threads = IoThreads(_lanes(), f"cacheflow-pool-tcp {host}:{port}")
         self._lock = threading.Lock()
         """Guards the lanes: threads take and give them, the loop cuts them."""
         self._free: list[socket.socket] = []
@@ -202,6 +204,13 @@ class _Kind:
 
 
 TCP: Final = _Kind()
+
+
+def _lanes() -> int:
+    """As many threads as can copy at once. With more of them each load has its own, and what comes
+    next has to be fetched from the event loop, which waits for a core like all of them; with fewer
+    it waits in their queue."""
+    return max(_LEAST_LANES, min(_MOST_LANES, usable_cores()))
 
 
 def _read(connection: socket.socket, pieces: Sequence[Piece]) -> None:

@@ -165,6 +165,35 @@ async def test_a_lost_lease_is_taken_anew(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.usefixtures("_no_pauses")
+async def test_a_lease_without_the_key_is_not_kept() -> None:
+    """The server fails between the lease and the key: both are asked for again, instead of keeping
+    a lease alive under which nobody finds the store."""
+    alive = {"result": {"TTL": 1}}
+    gateway = Gateway({"ID": "7"}, httpx.ReadTimeout(""), {"ID": "8"}, {}, alive)
+    announcement = announced(gateway)
+    announcement.start()
+    await gateway.until_asked(5)
+    await announcement.aclose()
+    assert gateway.paths[:5] == [
+        *("lease/grant", "kv/put", "lease/grant", "kv/put", "lease/keepalive")
+    ]
+    assert gateway.asked[3][1]["lease"] == "8"
+
+
+@pytest.mark.usefixtures("_no_pauses")
+async def test_an_answer_of_another_shape_is_trouble_that_passes() -> None:
+    """A gateway in between may answer with anything: the store is announced on."""
+    gateway = Gateway(
+        {"ID": "7"}, {}, {"result": None}, {"result": {"TTL": "soon"}}, {"result": {}}
+    )
+    announcement = announced(gateway)
+    announcement.start()
+    await gateway.until_asked(6)
+    await announcement.aclose()
+    assert gateway.paths[2:6] == [*["lease/keepalive"] * 3, "lease/grant"]
+
+
+@pytest.mark.usefixtures("_no_pauses")
 async def test_a_server_that_is_gone_does_not_hold_up_closing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from cacheflow.errors import BackendError
+from cacheflow.storage_backends.pool import looking
 from cacheflow.storage_backends.pool.peer import Peer
 from cacheflow.storage_backends.pool.tcp import TcpTransport
 from cacheflow.testing.objects import make_object
@@ -59,3 +60,25 @@ async def test_whatever_a_transport_raises_the_store_is_tried_again() -> None:
                 assert next(failures, None) is None
                 await store_all(backend, make_object(1))
                 assert await there(backend, [make_object(1)]) == [0]
+
+
+async def test_leases_of_a_connection_that_is_over_are_not_remembered() -> None:
+    """The answer to a lookup is still being decoded when its connection ends, and its leases with
+    it: what lies in those slots now is anybody's."""
+    decoded = looking._decoded
+
+    async def slow(*args: Any) -> Any:
+        await peer._lose("cut")
+        return await decoded(*args)
+
+    async with serving() as server, client(server) as backend:
+        await store_all(backend, stored := make_object(1))
+        [peer] = backend.members.up
+        with mock.patch.object(looking, "_decoded", slow):
+            [found] = await backend.lookup([stored.key.chunk])
+        assert [info.key for info in found] == [stored.key]
+        assert peer.leased(stored.key) is None
+        await until(lambda: peer.is_up)
+        assert await there(backend, [stored]) == [0]
+        await backend.lookup([stored.key.chunk])
+        assert peer.leased(stored.key) is not None
