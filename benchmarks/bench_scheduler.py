@@ -217,14 +217,18 @@ def drawn(rows: list[dict[str, Any]]) -> str:
     growth = [math.log(size) / math.log(sizes[0]) for size in sizes]
     top = 1.1 * max(max(lines["p99"]), lines["p99"][0] * growth[-1])
     plot = Plot(
-        (sizes[0], sizes[-1]), (0.0, top), "active restores (log)", "us a decision", log_x=True
+        (sizes[0], 1.2 * sizes[-1]),
+        (0.0, top),
+        "active restores (log)",
+        "us a decision",
+        log_x=True,
     )
     plot.axes()
     for (name, values), colour in zip(lines.items(), COLOURS, strict=False):
         plot.line(list(zip(sizes, values, strict=True)), colour)
         logarithmic = [values[0] * more for more in growth]
         plot.line(list(zip(sizes, logarithmic, strict=True)), colour, dash="4 4")
-        plot.label(sizes[0] * 1.3, values[0] + 0.04 * top, name)
+        plot.label(sizes[-1] / 1.4, values[-1] + 0.14 * top, name)
     style = "<style>text{font:12px sans-serif;fill:#666}.grid{stroke:#8884}</style>"
     begin, inner = plot.render().split(">", 1)
     return f'{begin} xmlns="http://www.w3.org/2000/svg">{style}{inner}\n'
