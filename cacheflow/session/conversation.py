@@ -146,27 +146,19 @@ class Conversation:
         check_fits(tokens, new, self._flow.engine.max_tokens)
         check_sampling(sampling, self._flow.engine)
         ask = Ask(tokens, arrival, policy, rank, None if due is None else arrival + due, sampling)
-        self._overtake(ask)
-        async with self._alone():
-            before, turn = self._begin(ask, report)
-            try:
-                await turn.restore(before)
-                self._history = list(tokens)
-                token = await turn.first()
-                while True:
-                    self._history.append(token)
-                    report.made(token, stops | ends, new)
-                    yield token
-                    if report.finish_reason is not None:
-                        break
-                    token = await turn.next(token)
-                if save:
-                    await turn.save()
-            except BaseException as error:
-                await turn.broke(error, save=save)
-                raise
-            finally:
-                self._after(turn)
+        async with self._turn(ask, report, save=save) as (before, turn):
+            await turn.restore(before)
+            self._history = list(tokens)
+            token = await turn.first()
+            while True:
+                self._history.append(token)
+                report.made(token, stops | ends, new)
+                yield token
+                if report.finish_reason is not None:
+                    break
+                token = await turn.next(token)
+            if save:
+                await turn.save()
 
     async def prefetch(
         self,
@@ -207,6 +199,22 @@ class Conversation:
                 finally:
                     self._prefetch, self._joined = None, prefetch.joined
                     self._after(turn)
+
+    @asynccontextmanager
+    async def _turn(
+        self, ask: Ask, report: Generation, *, save: bool
+    ) -> AsyncGenerator[tuple[Turn | None, Turn]]:
+        """A turn when it is its turn, and the one before it (:meth:`_begin`), however it ends."""
+        self._overtake(ask)
+        async with self._alone():
+            before, turn = self._begin(ask, report)
+            try:
+                yield before, turn
+            except BaseException as error:
+                await turn.broke(error, save=save)
+                raise
+            finally:
+                self._after(turn)
 
     @asynccontextmanager
     async def _alone(self) -> AsyncGenerator[None]:
