@@ -106,6 +106,8 @@ def _compare(asked: _Asked, policies: Sequence[str], report: Path | None) -> lis
     """The same requests under every policy; the page at ``report`` with them."""
     from cacheflow.simulation.scenario import simulate as run
 
+    if report is not None and not report.parent.is_dir():  # said before the work, not after it
+        raise ConfigError(f"--report {report}: there is no folder {report.parent}")
     with progress() as bar:
         runs = [
             run(
