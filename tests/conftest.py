@@ -65,6 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.path.parts:
             item.add_marker("gpu")
+        is_async = inspect.iscoroutinefunction(getattr(item, "obj", None))
+        if is_async and item.get_closest_marker("no_cover") is not None:
+            # Coverage would begin again while blockbuster is at work, and keep its watch on locks.
+            raise pytest.UsageError(f"{item.nodeid}: no_cover is for tests that are not async")
 
 
 @pytest.fixture(scope="session")

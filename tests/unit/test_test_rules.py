@@ -64,6 +64,13 @@ def test_async_tests_choose_their_loops(tmp_path: Path) -> None:
     assert "3 passed" in output
 
 
+def test_async_tests_are_not_without_the_tracer(tmp_path: Path) -> None:
+    """It would begin again under the watch on locks, and trip it in some later test."""
+    text = "import pytest\n@pytest.mark.no_cover\n{} test_it():\n    pass\n"
+    assert outcome(tmp_path, text.format("def"))[0] == 0
+    assert outcome(tmp_path, text.format("async def"))[0] == 4  # a usage error
+
+
 def test_lost_errors_fail_the_test(tmp_path: Path) -> None:
     """A task whose exception nobody retrieves fails the test that made it."""
     text = (

@@ -11,6 +11,8 @@ from cacheflow.types import Coverage
 from tests.unit.scheduling.harness import OBJECTIVES
 from tests.unit.scheduling.plays import CHUNK, GRID, STRIDE, Instance, Play, Trouble, instances
 
+pytestmark = pytest.mark.no_cover  # seconds under a tracer; other tests go the same ways
+
 LAYERS = 4
 FULL = (1 << LAYERS) - 1
 

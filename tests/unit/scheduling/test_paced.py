@@ -136,6 +136,7 @@ def test_what_nobody_has_is_granted_to_the_end() -> None:
     assert engine.computed["r"][0] == (0, 100)
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     suffix=st.integers(1, 200),

@@ -17,6 +17,8 @@ from tests.unit.scheduling.plays import Instance, Play, Trouble, instances
 if TYPE_CHECKING:
     from cacheflow.types import RequestSpec
 
+pytestmark = pytest.mark.no_cover  # seconds under a tracer; other tests go the same ways
+
 
 def cells(spec: RequestSpec) -> int:
     return len(spec.tiles) * spec.num_layers

@@ -17,6 +17,8 @@ from tests.unit.scheduling.harness import OBJECTIVES, options, warm
 if TYPE_CHECKING:
     from cacheflow.types import Load, Tile
 
+pytestmark = pytest.mark.no_cover  # seconds under a tracer; other tests go the same ways
+
 LAYERS: Final = 30
 CHUNK: Final = 256
 STRIDE: Final = 1536 * CHUNK

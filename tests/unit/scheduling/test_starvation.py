@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from cacheflow.types import RequestSpec, Tile
 
+pytestmark = pytest.mark.no_cover  # seconds under a tracer; other tests go the same ways
+
 LAYERS: Final = 4
 STRIDE: Final = 1 << 20
 BANDWIDTH: Final = 8.0 * STRIDE / 0.05

@@ -16,6 +16,8 @@ from cacheflow.types import Coverage, TileGrid
 if TYPE_CHECKING:
     from cacheflow.types import Load, RequestSpec, Tile
 
+pytestmark = pytest.mark.no_cover  # seconds under a tracer; other tests go the same ways
+
 LAYERS = 30
 STRIDE = 1 << 20
 LINEAR, ATTENTION = 1e-4, 1e-7

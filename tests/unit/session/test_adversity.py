@@ -203,6 +203,7 @@ async def used(loop: VirtualLoop, seed: int, folder: Path) -> None:
     await engine.aclose()
 
 
+@pytest.mark.no_cover  # seconds under a tracer; other tests go the same ways
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_takes_long(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookups, reads, writes, layers, copies and the engine's own answers come in any order."""

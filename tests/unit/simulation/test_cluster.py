@@ -104,6 +104,7 @@ def test_block_stores_forget_the_least_recent() -> None:
     assert [block for block in range(10, 20) if block in store] == [10, 11, 12]
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 @pytest.mark.parametrize("policy", ["recompute", "load", "adaptive"])
 @pytest.mark.parametrize("router", ["round-robin", "least-work", "affinity"])
 def test_a_cluster_serves_every_request(policy: str, router: str) -> None:

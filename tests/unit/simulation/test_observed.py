@@ -127,6 +127,7 @@ def _sources(answered: list[FirstToken]) -> set[str]:
     return {source for event in answered for source in event.cells}
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 def test_failures_and_drops_are_counted_as_they_happen() -> None:
     """What the nodes' own records say: failed loads by reason, loads whose cells were taken."""
     found, nodes = run("adaptive", 0.15, gpus=4)
@@ -146,6 +147,7 @@ def test_failures_and_drops_are_counted_as_they_happen() -> None:
     assert dropped == found.summary.dropped_loads
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 def test_a_restore_alone_takes_what_was_expected() -> None:
     """With warm cost models and nobody beside it; among others it takes longer."""
     _, [node] = run("adaptive", 0.0, at_once=True)
@@ -163,6 +165,7 @@ def test_a_restore_alone_takes_what_was_expected() -> None:
     assert alone.value("predicted_efficiency_count", **labels) == 1
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 def test_a_simulated_restore_has_a_timeline() -> None:
     """The same lanes as a real one, in virtual seconds."""
     _, [node] = run("adaptive", 0.0)

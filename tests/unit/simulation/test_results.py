@@ -45,6 +45,7 @@ def test_no_requests_have_no_times() -> None:
     assert Quantiles.of([]) == Quantiles(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 @pytest.mark.parametrize("policy", ["recompute", "load", "cake", "adaptive"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nothing_beats_the_bounds(policy: str, seed: int) -> None:
@@ -67,6 +68,7 @@ def test_both_ends_use_both_resources() -> None:
     assert summary.efficiency > 0.9
 
 
+@pytest.mark.no_cover  # many seconds of pure Python under a tracer; other tests go the same ways
 def test_same_seed_same_bytes() -> None:
     """A run depends on its inputs only; another seed is another run."""
 

@@ -117,6 +117,7 @@ def test_a_runner_that_does_not_ask_for_layers_gets_whole_prefixes(rig: Steered)
     assert not [key for key in rig.mini.desk.counts.take() if "overlaps" in key]
 
 
+@pytest.mark.no_cover  # seconds under a tracer; other tests go the same ways
 def test_many_at_once(rig: Steered) -> None:
     """Whatever fails, is aborted or preempted: nobody keeps what was read too early."""
     rig.mini.step_seconds = 0.004
