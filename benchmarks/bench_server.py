@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx2
-from rigs import load_options, show, start
+from rigs import fair, load_options, show, start
 from server_load import ANSWER, MODEL, Client, Record
 
 from cacheflow.plugins.transformers import TransformersEngine
@@ -198,7 +198,7 @@ def tell(found: dict[str, Any]) -> None:
         ("turns", ", ".join(f"{n:,} {how}" for how, n in sorted(found["turns"].items()))),
         ("texts compared with cold runs", f"{found['texts_compared']:,}"),
         ("seconds to the first piece", ttft),
-        ("max / median", f"{found['max_over_median']:.1f}"),
+        ("max / median", fair(found["max_over_median"])),
         ("worst client / median client", f"{found['worst_client_over_median_client']:.2f}"),
         ("cached prompt tokens", f"{found['cached_share']:.0%}"),
         ("memory grown in the second half", f"{found['grown_bytes'] >> 20} MiB"),

@@ -25,7 +25,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from rigs import load_options, show, start
+from rigs import fair, load_options, show, start
 
 from cacheflow.errors import CapacityError
 from cacheflow.plugins.transformers import TransformersEngine
@@ -283,7 +283,7 @@ def tell(found: dict[str, Any]) -> None:
             "seconds to the first token",
             "{ttft_median:.3f} median, {ttft_p99:.3f} p99, {ttft_max:.3f} max".format(**found),
         ),
-        ("max / median", f"{found['max_over_median']:.1f}"),
+        ("max / median", fair(found["max_over_median"])),
         ("cached prompt tokens", f"{found['cached_share']:.0%}"),
         ("rows a decode step", f"{found['rows_a_step']:.1f}"),
         ("idle sessions that made room", f"{found['made_room']:,}"),

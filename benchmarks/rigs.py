@@ -42,6 +42,7 @@ __all__ = [
     "LayerTime",
     "balanced",
     "costs_of",
+    "fair",
     "fill",
     "layer_times",
     "model_folder",
@@ -58,6 +59,8 @@ __all__ = [
     "start",
 ]
 
+FAIR = 10.0
+"""Medians within which every session has its first token, however many there are."""
 QUICK_MODEL = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -248,6 +251,11 @@ def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], captio
     for row in rows:
         table.add_row(*row)
     figures().print(table)
+
+
+def fair(slowest: float) -> str:
+    """Whether the slowest first token, in medians of all, came within the bound."""
+    return f"{slowest:.1f} (bound {FAIR:g}: {'kept' if slowest <= FAIR else 'BROKEN'})"
 
 
 def start(
