@@ -108,6 +108,8 @@ def _compare(asked: _Asked, policies: Sequence[str], report: Path | None) -> lis
 
     if report is not None and not report.parent.is_dir():  # said before the work, not after it
         raise ConfigError(f"--report {report}: there is no folder {report.parent}")
+    if report is not None and report.is_dir():
+        raise ConfigError(f"--report {report}: that is a folder; name a file in it")
     with progress() as bar:
         runs = [
             run(

@@ -103,6 +103,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
         (["--trace", "x", "--agents", "2"], "exclude"),
         (["--failing", "1"], "--failing"),
         (["--report", "/nowhere/at/all.html"], "--report"),
+        (["--report", "/"], "that is a folder"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], says: str) -> None:
