@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import BackendError, ClosedError, ConfigError
 from cacheflow.memory import StagingPool
+from cacheflow.storage_backends.nixl.reactor import Reactor
 from cacheflow.types import MemoryKind
 
 if TYPE_CHECKING:
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
 
     from cacheflow.memory import Lease
     from cacheflow.storage_backends.nixl.agent import Agent
-    from cacheflow.storage_backends.nixl.reactor import Reactor
     from cacheflow.types import Buffer
 
-__all__ = ["OurMemory", "Stopover", "register"]
+__all__ = ["OurMemory", "Stopover", "register", "start_agent"]
 
 _log = logging.getLogger(__name__)
 _PARTS: Final = 8
 """The slab takes so many of the largest pieces at once."""
 _SHARE: Final = 4
 """One peer's transfers, those that hang included, have at most this fraction of the slab."""
+_CLOSE_SECONDS: Final = 1.0
 _ROOM_SECONDS: Final = 1.0
 """How long there is to wait for room in a slab that is mostly held by what hangs."""
 
@@ -165,6 +166,23 @@ class _Registration:
         # Not under a transfer: hardware may be at it.
         memory = (region.start, region.stop - region.start)
         self._reactor.order(lambda agent: agent.deregister(region.registered), after=memory)
+
+
+async def start_agent(
+    make_agent: Callable[[], Agent], depth: int, slab_bytes: int
+) -> tuple[Reactor, OurMemory]:
+    """The thread of a new agent, at work, and our memory with its slab registered.
+
+    Raises:
+        ConfigError: there can be no agent here, or it takes no memory.
+    """
+    reactor = Reactor(make_agent, depth=depth)
+    await reactor.start()
+    try:
+        return reactor, await OurMemory.open(reactor, asyncio.get_running_loop(), slab_bytes)
+    except BaseException:
+        await reactor.aclose(_CLOSE_SECONDS)
+        raise
 
 
 async def register(reactor: Reactor, memory: Buffer) -> _Region:

@@ -6,7 +6,6 @@ Knows nothing of keys: whoever has names (a folder, a bucket's index) uses this 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
@@ -17,13 +16,14 @@ from cacheflow.pool import Piece
 from cacheflow.storage_backends.nixl.drivers import DRIVERS, Driver, Named, StorageAgent
 from cacheflow.storage_backends.nixl.hello import Hello
 from cacheflow.storage_backends.nixl.link import NixlLink
-from cacheflow.storage_backends.nixl.memory import OurMemory
-from cacheflow.storage_backends.nixl.reactor import Reactor
+from cacheflow.storage_backends.nixl.memory import start_agent
 from cacheflow.storage_backends.nixl.transport import agent_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cacheflow.storage_backends.nixl.memory import OurMemory
+    from cacheflow.storage_backends.nixl.reactor import Reactor
     from cacheflow.types import Buffer
 
 __all__ = ["NixlStorage"]
@@ -56,14 +56,8 @@ class NixlStorage:
             ConfigError: NIXL is not installed, or has no such driver that works here.
         """
         driver = DRIVERS[driver] if isinstance(driver, str) else driver
-        reactor = Reactor(partial(StorageAgent, agent_name(), driver), depth=depth)
-        await reactor.start()
-        try:
-            memory = await OurMemory.open(reactor, asyncio.get_running_loop(), slab_bytes)
-        except BaseException:
-            await reactor.aclose(_CLOSE_SECONDS)
-            raise
-        return cls(driver, reactor, memory)
+        make_agent = partial(StorageAgent, agent_name(), driver)
+        return cls(driver, *await start_agent(make_agent, depth, slab_bytes))
 
     @property
     def in_flight(self) -> int:

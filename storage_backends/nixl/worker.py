@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Final, Self
 
 from cacheflow.errors import BackendError
 from cacheflow.storage_backends.nixl.link import NixlLink
-from cacheflow.storage_backends.nixl.memory import OurMemory
-from cacheflow.storage_backends.nixl.reactor import Reactor
+from cacheflow.storage_backends.nixl.memory import start_agent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cacheflow.storage_backends.nixl.agent import Agent
     from cacheflow.storage_backends.nixl.hello import Hello
+    from cacheflow.storage_backends.nixl.memory import OurMemory
+    from cacheflow.storage_backends.nixl.reactor import Reactor
     from cacheflow.types import Buffer
 
 __all__ = ["Worker", "connect_error"]
@@ -67,14 +68,7 @@ class Worker:
         Raises:
             ConfigError: there can be no agent here, or it takes no memory.
         """
-        reactor = Reactor(make_agent, depth=depth)
-        await reactor.start()
-        try:
-            memory = await OurMemory.open(reactor, asyncio.get_running_loop(), slab_bytes)
-        except BaseException:
-            await reactor.aclose(_CLOSE_SECONDS)
-            raise
-        return cls(reactor, memory)
+        return cls(*await start_agent(make_agent, depth, slab_bytes))
 
     @property
     def is_idle(self) -> bool:

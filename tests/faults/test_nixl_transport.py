@@ -21,9 +21,10 @@ from cacheflow.pool import Piece
 from cacheflow.storage_backends.nixl import NixlTransport
 from cacheflow.storage_backends.nixl.agent import why_missing
 from cacheflow.testing.storage_harness import idle
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable
 
     from nixl_store import BareStore
 
@@ -59,13 +60,6 @@ async def registered(transport: NixlTransport, pool: StagingPool) -> None:
     """Register the pool's memory, and wait until it is."""
     transport.register_memory(pool.arena)
     await until(lambda: transport._workers[0].memory.is_registered(pool.arena))
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    """Look again and again: another thread cannot tell."""
-    async with asyncio.timeout(30):
-        while not reached():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def seen(buffer: Buffer) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,12 @@ from cacheflow.testing.objects import load_one, make_object
 from cacheflow.types import TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from cacheflow.pool import StoreServer
     from cacheflow.testing.objects import StoredObject
 
-__all__ = ["SIZE", "client", "of_tenant", "serving", "there", "until"]
+__all__ = ["SIZE", "client", "of_tenant", "serving", "there"]
 
 SIZE = make_object(1).info.nbytes
 
@@ -55,13 +54,6 @@ async def there(backend: PoolBackend, objects: list[StoredObject]) -> list[int]:
         else:
             assert result.status is TransferStatus.MISSING
     return found
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    """Look again and again: nothing in this process could tell."""
-    async with asyncio.timeout(30):
-        while not reached():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def of_tenant(stored: StoredObject, tenant: bytes) -> Write:

@@ -14,6 +14,7 @@ from cacheflow.errors import BackendError
 from cacheflow.storage_backends.pool.discovery import discovery
 from cacheflow.storage_backends.pool.members import Members
 from cacheflow.storage_backends.pool.settings import PoolOptions, parse_address
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,9 +160,7 @@ async def test_a_list_that_cannot_be_had_changes_nothing(caplog: pytest.LogCaptu
     assert "the registry is away" in caplog.text
     assert "those known are kept" in caplog.text
     listed.answer = {"a": ("x", 1), "c": ("x", 1)}
-    async with asyncio.timeout(20):
-        while members.placement.names != ("a", "c"):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: members.placement.names == ("a", "c"))
     assert set(members.peers) == {"a", "c"}
     b.may_close.set()
     await members.aclose()

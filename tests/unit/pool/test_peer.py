@@ -12,7 +12,8 @@ from cacheflow.storage_backends.pool.peer import Peer
 from cacheflow.storage_backends.pool.tcp import TcpTransport
 from cacheflow.testing.objects import make_object
 from cacheflow.testing.storage_harness import store_all
-from tests.unit.pool.storing import client, serving, there, until
+from tests.unit.pool.storing import client, serving, there
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from cacheflow.storage_backends.pool.channel import Channel

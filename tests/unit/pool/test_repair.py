@@ -12,9 +12,10 @@ from cacheflow.storage_backends.pool import PoolBackend, repair
 from cacheflow.testing.objects import make_object
 from cacheflow.testing.storage_harness import store_all
 from cacheflow.types import TransferStatus
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from cacheflow.pool import StoreServer
     from cacheflow.storage_backends.pool.peer import Peer
@@ -62,12 +63,6 @@ async def lose(server: StoreServer, *objects: StoredObject) -> None:
 async def look_up(backend: PoolBackend, objects: Sequence[StoredObject]) -> None:
     found = await backend.lookup([each.key.chunk for each in objects])
     assert found == [[each.info] for each in objects]
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not reached():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def idle(backend: PoolBackend) -> None:

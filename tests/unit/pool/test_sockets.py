@@ -11,7 +11,8 @@ from cacheflow.storage_backends.pool import lane, target
 from cacheflow.storage_backends.pool.lane import Operation
 from cacheflow.storage_backends.pool.target import ANSWER, TcpTarget
 from cacheflow.testing.storage_harness import idle
-from tests.unit.pool.storing import client, serving, until
+from tests.unit.pool.storing import client, serving
+from tests.waiting import until
 
 if TYPE_CHECKING:
     import pytest
