@@ -158,14 +158,15 @@ async def test_a_client_that_goes_away_ends_its_request(serving: Serving, stream
     assert not any(message.get("more_body") is False for message in sent)
 
 
-@pytest.mark.parametrize("settings", [{}, {"request_seconds": 0.3}])
+@pytest.mark.parametrize("late", [False, True])
 async def test_a_client_that_stops_reading_ends_its_request(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """Its place is free after a while, whether the answer or the error at the end of its time is
     what it does not take."""
-    stalled = 1.0 if settings else 0.2
-    monkeypatch.setattr("cacheflow.plugins.openai_server.exchange._STALLED_SECONDS", stalled)
+    allowed = "cacheflow.plugins.openai_server.exchange._STALLED_SECONDS"
+    if not late:
+        monkeypatch.setattr(allowed, 0.2)
     body = json.dumps({**BODY, "max_tokens": 900, "stream": True}).encode()
     told = iter([{"type": "http.request", "body": body, "more_body": False}])
     forever, sent = asyncio.Event(), list[Any]()
@@ -178,15 +179,16 @@ async def test_a_client_that_stops_reading_ends_its_request(
     async def send(message: Any) -> None:
         sent.append(message)
         if len(sent) >= 3:
+            monkeypatch.setattr(allowed, 0.2)  # the next message gets as little; this one may rest
             await forever.wait()
 
-    async with serving(**settings) as service:
+    async with serving(request_seconds=3.0 if late else 60.0) as service:
         async with asyncio.timeout(20):
             await create_app(service)(chat_scope(), receive, send)
         assert service.admission.running == 0
         await service.flow.forget()
         assert service.flow.engine.kv_used_bytes == 0  # type: ignore[attr-defined]
-    assert len(sent) == (4 if settings else 3)
+    assert len(sent) == (4 if late else 3)
 
 
 async def test_what_no_endpoint_answers_has_no_label_of_its_own(serving: Serving) -> None:
