@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from cacheflow.environment import PREFIX, tell_unread
 from cacheflow.errors import ConfigError
 from cacheflow.types import Codec
 
@@ -88,13 +89,14 @@ class Settings(BaseSettings):
     """Everything that can be set. ``CACHEFLOW_STAGING_BYTES=256MiB`` sets ``staging_bytes``.
 
     Lists are JSON: ``CACHEFLOW_TIERS='[{"name": "disk", "backend": "nvme", "options": {...}}]'``.
+    A variable that nobody reads is warned of, once a process.
 
     Raises:
         ConfigError: a value cannot be used, or there is no such setting; the message names it.
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="CACHEFLOW_",
+        env_prefix=PREFIX,
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
@@ -147,6 +149,7 @@ class Settings(BaseSettings):
     stored."""
 
     def __init__(self, **values: Any) -> None:
+        tell_unread(PREFIX, type(self).model_fields)
         try:
             super().__init__(**values)
         except ValidationError as error:

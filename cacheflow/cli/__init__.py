@@ -25,7 +25,9 @@ from cacheflow.cli import (
     timeline,
     top,
 )
+from cacheflow.environment import PREFIX, tell_unread
 from cacheflow.errors import CacheFlowError
+from cacheflow.settings import Settings
 
 __all__ = ["app", "main"]
 
@@ -78,6 +80,7 @@ def _root(
     ] = False,
 ) -> None:
     """Restores LLM KV caches by recomputing from the front while loading from the back."""
+    tell_unread(PREFIX, Settings.model_fields)  # some commands read no settings
 
 
 def main() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from cacheflow.environment import tell_unread
 from cacheflow.errors import ConfigError
 from cacheflow.settings import TierSettings
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 __all__ = ["StoreSettings"]
 
+_PREFIX: Final = "CACHEFLOW_STORE_"
 _LEAST_TOKEN: Final = 16
 _LOOKUP_LEASE: Final = 1.0
 """Seconds that what a lookup found is spared: whoever wants to read it leases it."""
@@ -27,7 +32,7 @@ class StoreSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="CACHEFLOW_STORE_", extra="forbid", frozen=True, hide_input_in_errors=True
+        env_prefix=_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True
     )
 
     arena: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 16)
@@ -73,13 +78,12 @@ class StoreSettings(BaseSettings):
     """``host:port`` that clients reach this store at, for etcd."""
 
     def __init__(self, **values: Any) -> None:
+        tell_unread(_PREFIX, type(self).model_fields)
         try:
             super().__init__(**values)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            what = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"store setting {where}: {what}") from None
+            problems = error.errors(include_url=False, include_input=False)
+            raise ConfigError("; ".join(map(_told, problems))) from None
         self._check()
 
     @field_validator("token")
@@ -136,3 +140,8 @@ class StoreSettings(BaseSettings):
                 "lease_seconds": _LOOKUP_LEASE,
             }
         )
+
+
+def _told(problem: ErrorDetails) -> str:
+    where = ".".join(map(str, problem["loc"]))
+    return f"store setting {where}: {problem['msg'].removeprefix('Value error, ')}"

@@ -6,14 +6,17 @@ Says what is allowed and nothing else. What tiers there are and how much memory 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from cacheflow.environment import tell_unread
 from cacheflow.errors import ConfigError
 
 __all__ = ["ApiKey", "ServerSettings"]
+
+_PREFIX: Final = "CACHEFLOW_SERVER_"
 
 
 class ApiKey(BaseModel):
@@ -34,7 +37,7 @@ class ServerSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="CACHEFLOW_SERVER_",
+        env_prefix=_PREFIX,
         extra="forbid",
         frozen=True,
         hide_input_in_errors=True,
@@ -74,6 +77,7 @@ class ServerSettings(BaseSettings):
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
 
     def __init__(self, **values: Any) -> None:
+        tell_unread(_PREFIX, type(self).model_fields)
         try:
             super().__init__(**values)
         except ValidationError as error:
