@@ -11,6 +11,8 @@ from cacheflow.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pydantic_core import ErrorDetails
+
 __all__ = ["Options"]
 
 
@@ -21,13 +23,19 @@ class Options(BaseModel):
 
     @classmethod
     def parse(cls, backend: str, options: Mapping[str, object]) -> Self:
-        """Raises ConfigError naming the backend, the option and what is wrong."""
+        """Raises ConfigError naming the backend, and what is wrong with each bad option."""
         try:
             return cls.model_validate(dict(options))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "options"
+            problems = "; ".join(map(_told, error.errors(include_url=False, include_input=False)))
             raise ConfigError(
-                f"storage backend {backend!r}, option {where!r}: {first['msg']} "
-                f"(options: {', '.join(cls.model_fields)})"
+                f"storage backend {backend!r}, {problems} (options: {', '.join(cls.model_fields)})"
             ) from None
+
+
+def _told(problem: ErrorDetails) -> str:
+    where = ".".join(map(str, problem["loc"]))
+    what = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        what = "there is no such option"
+    return f"option {where!r}: {what}" if where else what

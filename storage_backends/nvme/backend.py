@@ -74,6 +74,8 @@ class NvmeBackend(StorageBackend):
         self._ledger = Ledger(folder.ledger)
         self._space: Space | None = None
         """None while the folder can only be read."""
+        self._refusal = 0
+        """Why it can only be read, as an ``errno``."""
         self._reported: set[str] = set()
         self._closed = False
 
@@ -84,7 +86,8 @@ class NvmeBackend(StorageBackend):
         folder = StoreFolder(parsed.path.expanduser().absolute())
         backend = cls(parsed, folder)
         try:
-            if await prepare(folder, parsed, backend._names):
+            backend._refusal = await prepare(folder, parsed, backend._names)
+            if not backend._refusal:
                 backend._space = await join(folder, parsed, backend._ledger, backend._names)
         except BaseException:
             await backend.aclose()
@@ -262,7 +265,7 @@ class NvmeBackend(StorageBackend):
 
     def _writable(self) -> Space:
         if self._space is None:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            raise OSError(self._refusal, os.strerror(self._refusal))
         return self._space
 
     @staticmethod

@@ -14,6 +14,7 @@ reported, and are left alone. Blocking calls: run them on I/O threads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -127,13 +128,30 @@ class StoreFolder:
         """Make the folders, readable by their owner only.
 
         Raises:
-            ConfigError: the parent cannot be written.
+            ConfigError: the folder, or its parent, cannot be written; says what to do.
         """
-        try:
-            for folder in (self.root, self.objects, self.temporary):
+        for folder in (self.root, self.objects, self.temporary):
+            try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{self.root} cannot be made: {error.strerror}") from error
+            except OSError as error:
+                done = "made" if folder is self.root else "written"
+                what = f"{self.root} cannot be {done}: {error.strerror}"
+                raise ConfigError(what + self._advice(error)) from error
+
+    def _advice(self, error: OSError) -> str:
+        """What to do about a folder that could not be made."""
+        if error.errno in (errno.EACCES, errno.EPERM):
+            parent = os.path.dirname(error.filename or self.root)  # noqa: PTH120 - or bytes
+            return f"; let user {os.geteuid()} write in {parent}, or give another folder"
+        if error.errno == errno.EROFS:
+            return "; mount it for writing, or give another folder"
+        return ""
+
+    def refusal(self) -> int:
+        """Why nothing can be written here though it could be read: an ``errno``; 0 if it can."""
+        if os.access(self.root, os.W_OK):
+            return 0
+        return errno.EROFS if os.statvfs(self.root).f_flag & os.ST_RDONLY else errno.EACCES
 
     def path(self, key: ObjectKey) -> Path:
         """Where an object lies."""

@@ -33,8 +33,8 @@ _ASK_AGAIN: Final = 0.02
 _REPORT_SECONDS: Final = 2.0
 
 
-async def prepare(folder: StoreFolder, options: NvmeOptions, threads: IoThreads) -> bool:
-    """Check ``folder`` or make it; True if it can be written.
+async def prepare(folder: StoreFolder, options: NvmeOptions, threads: IoThreads) -> int:
+    """Check ``folder`` or make it; 0 if it can be written, else the ``errno`` that says why not.
 
     Raises:
         ConfigError: it is no store and cannot become one, one of another version, or one whose
@@ -49,10 +49,13 @@ async def prepare(folder: StoreFolder, options: NvmeOptions, threads: IoThreads)
     await threads.run(folder.check_no_links)
     if options.direct == "on":
         await threads.run(lambda: _insist_on_direct(folder))
-    is_writable: bool = await threads.run(lambda: os.access(folder.root, os.W_OK))
-    if is_writable:
+    refusal: int = await threads.run(folder.refusal)
+    if refusal:
+        why = os.strerror(refusal)
+        _log.warning("%s can only be read, nothing is stored in it: %s", folder.root, why)
+    else:
         await threads.run(folder.make)
-    return is_writable
+    return refusal
 
 
 def _read_manifest(folder: StoreFolder) -> bytes:

@@ -22,7 +22,10 @@ __all__ = ["ls", "stat"]
 
 
 def ls(folder: Folder, json: AsJson = False) -> None:
-    """List the stored objects."""
+    """List the stored objects. Ranges are without their end: layers 0:30 are thirty.
+
+    Canonical: computed in whole tiles from the first token on, so that recompute gives its bits.
+    """
     rows = sorted((_row(info) for info in run(scan(folder))), key=lambda row: str(row["name"]))
     if json:
         print_json({"objects": rows})
@@ -35,8 +38,8 @@ def ls(folder: Folder, json: AsJson = False) -> None:
         table.add_row(
             row["chunk"][:12],
             row["kind"],
-            "{}-{}".format(*row["layers"]),
-            "{}-{}".format(*row["heads"]),
+            "{}:{}".format(*row["layers"]),
+            "{}:{}".format(*row["heads"]),
             str(row["tokens"]),
             row["dtype"],
             "yes" if row["canonical"] else "no",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from abc import abstractmethod
 from contextlib import asynccontextmanager
@@ -96,12 +97,27 @@ class DiskStore(StorageBackend):
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[DiskStore]:
     """The store in ``folder``, which must be one, with the limits of the tier that has it."""
+    await asyncio.to_thread(_check_is_used, folder)
     options = {**_limits(folder), "path": str(folder), "create": False}
     backend = cast("DiskStore", await load_backend("nvme").open(options))
     try:
         yield backend
     finally:
         await backend.aclose()
+
+
+def _check_is_used(folder: Path) -> None:
+    """What the command can say better than the backend, which has options that it has not."""
+    try:
+        is_empty = not any(folder.expanduser().iterdir())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder}: no such folder; give the path of a tier whose backend is nvme"
+        ) from None
+    except OSError:
+        return
+    if is_empty:
+        raise ConfigError(f"{folder} is empty: nothing was ever stored there")
 
 
 def _limits(folder: Path) -> dict[str, Any]:

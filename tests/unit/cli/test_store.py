@@ -28,6 +28,15 @@ def test_ls_lists_each_object(store: Path) -> None:
     assert objects[1]["layers"] == [0, 3]
     assert objects[1]["tokens"] == 32
     assert [row["canonical"] for row in objects] == [False, True, True, True]
+    assert call("ls", store).stdout.count("0:3") == CHUNKS  # without its end, as in the JSON
+
+
+def test_a_folder_without_a_store_is_told_in_the_commands_words(tmp_path: Path) -> None:
+    """Not by an option of the backend that the command does not have."""
+    for folder, why in ((tmp_path / "none", "no such folder; give"), (tmp_path, "is empty: ")):
+        told = " ".join(call("ls", folder, code=2).stderr.split())
+        assert why in told
+        assert "create" not in told
 
 
 def test_stat_adds_up(store: Path) -> None:

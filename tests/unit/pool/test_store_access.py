@@ -128,7 +128,7 @@ async def test_a_store_that_knows_no_common_transport_says_so() -> None:
         ({"peers": ["a:1"], "dns": "b:1"}, "one of peers, dns and etcd"),
         ({"peers": ["a:b"]}, "host:port"),
         ({"peers": ["a:1", "a:1"]}, "twice"),
-        ({"peers": ["a:1"], "token": "secret"}, "Extra inputs"),
+        ({"peers": ["a:1"], "token": "secret"}, "'token': there is no such option"),
         ({"peers": ["a:1"], "transports": ["pigeon"]}, "none works here"),
         ({"peers": ["a:1"], "transports": []}, "transports': it is empty"),
     ],

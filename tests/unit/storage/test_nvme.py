@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -88,8 +89,14 @@ async def test_a_read_error(tmp_path: Path) -> None:
     await backend.aclose()
 
 
-async def test_a_read_only_store(tmp_path: Path) -> None:
-    """A store that can only be read serves what it has; a store into it is FAILED and says why."""
+@pytest.mark.parametrize(
+    ("flags", "why"), [(os.ST_RDONLY, "Read-only file system"), (0, "Permission denied")]
+)
+async def test_a_read_only_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: int, why: str
+) -> None:
+    """A store that can only be read is warned of and serves what it has; a store into it is FAILED,
+    a removal an error, and both say why."""
     stored = make_object(1)
     await make_store(tmp_path, stored)
     real = os.open
@@ -102,13 +109,17 @@ async def test_a_read_only_store(tmp_path: Path) -> None:
     with (
         mock.patch.object(os, "open", read_only),
         mock.patch.object(os, "access", return_value=False),
+        mock.patch.object(os, "statvfs", return_value=SimpleNamespace(f_flag=flags)),
     ):
         backend = await open_store(tmp_path)
         _, data = await load_one(backend, stored.key, 0, len(stored.data))
         assert data == stored.data
         [result] = await backend.store([make_object(2).write()])
         assert result.status is TransferStatus.FAILED
-        assert "Read-only file system" in str(result.error)
+        assert why in str(result.error)
+        with pytest.raises(BackendError, match=f"^delete: {why}"):
+            await backend.delete([stored.key])
+        assert f"{tmp_path} can only be read, nothing is stored in it: {why}" in caplog.text
         await backend.aclose()
 
 

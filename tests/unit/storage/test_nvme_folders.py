@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import stat
 from typing import TYPE_CHECKING
 
@@ -106,6 +108,43 @@ async def test_options_are_checked() -> None:
     for options, name in wrong:
         with pytest.raises(ConfigError, match=f"'nvme', option '{name}'"):
             await NvmeBackend.open(options)
+    with pytest.raises(ConfigError) as caught:  # the misspelt one beside the one that is missing
+        await NvmeBackend.open({"pth": "/x", "threads": 0})
+    for told in (
+        "option 'path': Field required",
+        "option 'threads': ",
+        "option 'pth': there is no",
+    ):
+        assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.EACCES, r"Permission denied; let user \d+ write in {parent}, or give another"),
+        (errno.EROFS, r"Read-only file system; mount it for writing, or give another folder"),
+        (errno.ENOSPC, r"No space left on device$"),
+    ],
+)
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str, is_there: bool
+) -> None:
+    """The error says which folder, why not, and what to do; one that is there is not `made`."""
+    folder = tmp_path / "kv"
+    if is_there:
+        folder.mkdir()
+    real = os.mkdir
+
+    def refuse(path: str, mode: int = 0o777) -> None:
+        if os.path.exists(path):  # noqa: PTH110 - as the system does
+            real(path, mode)
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    done, parent = ("written", folder) if is_there else ("made", tmp_path)
+    with pytest.raises(ConfigError, match=f"kv cannot be {done}: {advice.format(parent=parent)}"):
+        await open_store(folder)
 
 
 async def test_only_the_owner_can_read(tmp_path: Path) -> None:
