@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from cacheflow.plugins.openai_server.prefix import reason_for
 from cacheflow.plugins.openai_server.text import Detokenizer, StopFinder
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
     from cacheflow.plugins.openai_server.conversations import Lent, Scope
     from cacheflow.plugins.openai_server.messages import Rendered
-    from cacheflow.plugins.openai_server.prefix import Fingerprint, Reason
+    from cacheflow.plugins.openai_server.prefix import Fingerprint, History, Reason
     from cacheflow.plugins.openai_server.template import Words
     from cacheflow.plugins.openai_server.tool_calls import Piece
     from cacheflow.types import Sampling
 
 __all__ = ["Answer", "Divergence", "Job"]
+
+
+_ANSWERED: Final = ("assistant", "tool")
+"""Roles of messages that only a conversation under way has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +97,28 @@ class Answer:
         """Tokens of the prompt."""
         return len(self._job.prompt)
 
-    async def compare(self) -> None:
+    async def compare(self, chunk_tokens: int) -> None:
         """Find out whether, where and why the prompt left the conversation's history."""
         history, common = self._lent.compared, self._lent.common
         prompt = self._job.prompt
         if history is None or common >= min(history.held_tokens, len(prompt)):
             return
+        if self._begins_anew(history, common, chunk_tokens):
+            return
         reason, message = reason_for(history, prompt, common, self._job.made_of, self._words.decode)
         if message is None and self._job.messages:
             message = await self._words.message_at(common, self._job.messages, self._job.tools)
         self.divergence = Divergence(common, history.held_tokens, message, reason)
+
+    def _begins_anew(self, history: History, common: int, chunk_tokens: int) -> bool:
+        """Whether it is another conversation's first turn, which shares a template, or a system
+        prompt that all begin with, and rewrites nothing."""
+        messages = self._job.messages
+        if not messages or any(message["role"] in _ANSWERED for message in messages):
+            return False
+        if history.made_of.messages[:1] == self._job.made_of.messages[:1]:
+            return self._job.scope.key is None
+        return common < chunk_tokens
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Text and calls, in order, as soon as they are certain."""

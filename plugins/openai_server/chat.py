@@ -57,14 +57,15 @@ class ChatTurn:
         body = self._body
         messages, tools = plain_messages(body.messages), plain_tools(body.tools)
         prompt = await self._service.words.render(messages, tools, self._forced)
-        wanted = body.max_completion_tokens or body.max_tokens
+        limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+        wanted = getattr(body, limit)
         called = tools is not None and body.tool_choice != "none"
         return Job(
             scope=self._scope,
             sampling=self._body.sampling,
             keep_seconds=self._body.keep_seconds,
             prompt=prompt,
-            max_new_tokens=self._service.room_for(prompt, wanted, "messages"),
+            max_new_tokens=self._service.room_for(prompt, "messages", wanted, limit),
             made_of=Fingerprint.of(messages, tools),
             stops=self._stops,
             functions=frozenset(t.function.name for t in body.tools or ()) if called else None,

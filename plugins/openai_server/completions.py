@@ -52,7 +52,7 @@ class CompletionTurn:
             sampling=self._body.sampling,
             keep_seconds=self._body.keep_seconds,
             prompt=prompt,
-            max_new_tokens=self._service.room_for(prompt, wanted, "prompt"),
+            max_new_tokens=self._service.room_for(prompt, "prompt", wanted, "max_tokens"),
             made_of=Fingerprint.of((), None),
             stops=self._stops,
         )

@@ -71,7 +71,9 @@ class ResponseTurn:
             sampling=self._body.sampling,
             keep_seconds=self._body.keep_seconds,
             prompt=prompt,
-            max_new_tokens=self._service.room_for(prompt, body.max_output_tokens, "input"),
+            max_new_tokens=self._service.room_for(
+                prompt, "input", body.max_output_tokens, "max_output_tokens"
+            ),
             made_of=Fingerprint.of(messages, tools),
             functions=frozenset(tool.name for tool in body.tools or ()) if called else None,
             forced=self._forced,

@@ -71,24 +71,22 @@ class Service:
         parts = [tenant, body.cache_salt or "", user if self.settings.user_is_tenant else ""]
         return Scope(json.dumps(parts) if any(parts) else "", user, body.prompt_cache_key)
 
-    def room_for(self, prompt: list[int], wanted: int | None, param: str) -> int:
-        """New tokens that may be made after ``prompt``.
+    def room_for(self, prompt: list[int], param: str, wanted: int | None, limit: str) -> int:
+        """New tokens that may be made after ``prompt``. ``param``, ``limit``: the fields that said
+        the prompt and ``wanted``.
 
         Raises:
             ApiError: the prompt, or the prompt and ``wanted`` tokens, do not fit the context.
         """
-        longest = self.flow.engine.max_tokens
-        room = longest - len(prompt) + 1
+        longest, held = self.flow.engine.max_tokens, len(prompt)
+        room = longest - held + 1
         if not prompt:
             raise ApiError(400, f"{param}: the prompt is empty", code="invalid_value", param=param)
-        if room < 1 or (wanted or 1) > room:
-            asked = f" and {wanted} of the answer" if wanted else ""
-            raise ApiError(
-                400,
-                f"this model's context is {longest} tokens; the prompt has {len(prompt)}{asked}",
-                code="context_length_exceeded",
-                param=param,
-            )
+        if (wanted or 1) > room:
+            text = f"the prompt has {held} tokens, and this model's context is {longest}"
+            what = f"{text}: there is room for {room} more, not for {wanted}" if room > 0 else text
+            blamed = limit if room > 0 else param
+            raise ApiError(400, f"{blamed}: {what}", code="context_length_exceeded", param=blamed)
         return min(wanted or self.settings.default_max_tokens or room, room)
 
     @asynccontextmanager
@@ -100,7 +98,7 @@ class Service:
             job = await prepare()
             async with self.conversations.lend(job.scope, job.prompt) as lent:
                 answer = Answer(job, lent, self.words, lambda: clock.now() - came)
-                await answer.compare()
+                await answer.compare(self.flow.engine.layout.chunk_tokens)
                 try:
                     yield answer
                 finally:
@@ -118,7 +116,7 @@ class Service:
         report, began = Generation(), self.flow.clock.now()
         async with self.admission.place():
             prompt = await prepare()
-            self.room_for(prompt, None, "messages")
+            self.room_for(prompt, "messages", None, "")
             session = await self.conversations.expected(scope, prompt)
             await session.prefetch(prompt, report=report)
         if report.restoration is None:  # there was nothing to do

@@ -73,6 +73,26 @@ async def test_a_prompt_that_leaves_its_history_says_where(
     assert line in metrics
 
 
+@pytest.mark.parametrize("named", [{}, {"prompt_cache_key": "k"}])
+async def test_another_chat_that_begins_alike_leaves_no_history(
+    serving: Serving, named: dict[str, str]
+) -> None:
+    """A first turn that shares the template's tokens alone, or, where the client gives its
+    conversations no name, a system prompt, rewrites nothing and is told nothing; one whose long
+    system prompt has changed behind its first chunk is."""
+    async with serving(*["yes"] * 6) as service, client_of(service) as client:
+        for word in ("one", "two"):
+            short = await ask(client, {"role": "user", "content": word}, **named)
+            assert short["cacheflow"]["divergence"] is None
+        for word in ("hello", "there"):
+            answer = await ask(client, SYSTEM, {"role": "user", "content": word})
+            assert answer["cacheflow"]["divergence"] is None
+        dated = {**SYSTEM, "content": SYSTEM["content"] + "12:01"}
+        answer = await ask(client, dated, HELLO)
+    assert answer["cacheflow"]["divergence"]["reason"] == "message_changed"
+    assert answer["cacheflow"]["divergence"]["message"] == 0
+
+
 async def test_an_answer_that_comes_back_changed_is_told_from_one_cut_otherwise(
     serving: Serving,
 ) -> None:
