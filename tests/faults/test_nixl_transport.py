@@ -160,9 +160,9 @@ async def test_a_store_that_hangs(transports: str) -> None:
         lease.view[:] = bytes(PART)
         await store.freeze()
         start = loop.time()
-        error = await outcome(link.read([piece], deadline=0.3))
-        assert loop.time() - start < 3
-        late = "0.3 s" in str(error)
+        error = await outcome(link.read([piece], deadline=1))
+        assert loop.time() - start < 10
+        late = "1 s" in str(error)
         assert late or transports == "all"
         assert late or bytes(lease.view) == CONTENT[PART : 2 * PART]
         assert lease.hold.in_flight == late
@@ -186,7 +186,7 @@ async def test_a_store_whose_transfers_do_not_end(monkeypatch: pytest.MonkeyPatc
         buffer, other = buffer_from(bytearray(PART), hold), buffer_from(bytearray(PART))
         await link.read([Piece(0, 0, buffer)], deadline=10)
         await store.freeze()
-        assert await outcome(link.read([Piece(PART, 0, buffer)], deadline=0.3)) is not None
+        assert await outcome(link.read([Piece(PART, 0, buffer)], deadline=1)) is not None
         link.close()
         second = await transport.connect("a", "", store.answer)
         assert transport.agents == 2

@@ -18,10 +18,10 @@ from cacheflow.settings import Settings
 from cacheflow.storage_backends.nixl.agent import UcxAgent, why_missing
 from cacheflow.storage_backends.nixl.memory import OurMemory
 from cacheflow.testing.objects import make_object
-from cacheflow.testing.storage_harness import load_all, store_all
+from cacheflow.testing.storage_harness import load_all
 from cacheflow.testing.store_process import StoreProcess
 from cacheflow.types import Read, TileGrid, TransferStatus
-from tests.faults.test_pool_stores import on_disk, opened, started, until
+from tests.faults.test_pool_stores import fill, on_disk, opened, started, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +97,7 @@ async def test_a_store_that_hangs_dies_and_comes_back(
     options = {"arena": "2MiB", "spill": tmp_path / "spill", "transports": '["nixl"]'}
     store = StoreProcess(tmp_path / "log", **options)
     async with started(store), opened(store, transports=["nixl"]) as backend:
-        await store_all(backend, *OBJECTS)
+        await fill(backend)
         load, stop = StagedLoad(backend), asyncio.Event()
         assert await load.all_there()
         running = asyncio.create_task(load.run(stop))
@@ -113,7 +113,7 @@ async def test_a_store_that_hangs_dies_and_comes_back(
         stop.set()
         await running
         await until(load.nothing_held)
-        assert load.longest < 3.0
+        assert load.longest < 10.0
         assert load.statuses <= {TransferStatus.OK, TransferStatus.MISSING, TransferStatus.LATE}
         await load.aclose()
 

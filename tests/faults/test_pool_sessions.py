@@ -33,4 +33,4 @@ async def test_requests_complete_whatever_becomes_of_the_store(
         await engine.aclose()
     assert [phase.fault for phase in phases] == list(FAULTS)
     assert wrong(phases) == []
-    assert all(phase.longest_s < 5.0 for phase in phases)
+    assert all(phase.longest_s < 15.0 for phase in phases)

