@@ -129,15 +129,22 @@ def report(result: dict[str, Any]) -> list[str]:
 
 
 def _prompts(number: int, longest: int, chance: random.Random) -> list[list[int]]:
-    """As many short ones as long ones (log-uniform), each a part of a text and an end of its own;
-    some are asked twice, some need another block while tokens are made."""
+    """Half of them as many short ones as long ones (log-uniform), others of which a few fill the
+    pool, each a part of a text and an end of its own; some are asked twice, some need another block
+    while tokens are made."""
     texts = [chance.choices(range(VOCABULARY), k=longest) for _ in range(TEXTS)]
     prompts: list[list[int]] = []
     while len(prompts) < number:
         if prompts and chance.random() < 0.2:
             prompts.append(chance.choice(prompts))
             continue
-        length = max(int(longest ** chance.random()), 1)
+        kind = chance.random()
+        if kind < 0.5:
+            length = max(int(longest ** chance.random()), 1)
+        elif kind < 0.9:
+            length = chance.randrange(longest // 8, longest // 3)
+        else:
+            length = chance.randrange(longest // 2, longest)
         if chance.random() < 0.4:
             length = -(-length // BLOCK) * BLOCK - chance.randrange(NEW_TOKENS - 1)
         shared = length if chance.random() < 0.3 else chance.randrange(length + 1)
