@@ -1,8 +1,9 @@
 """When a request that can be restored enters the batch, and how far compute goes for it.
 
-It waits outside (no blocks, no compute) for as long as its loads alone are expected to be faster
-than loads and compute together; if they complete, it enters with its prefix in place. Otherwise it
-enters to race. Belongs to the scheduler's thread; waits for nothing.
+Its prefix is looked for, and loaded, from its arrival on, while staging memory has room. It waits
+outside (no blocks, no compute) for as long as its loads alone are expected to be faster than loads
+and compute together; if they complete, it enters with its prefix in place. Otherwise it enters to
+race. Belongs to the scheduler's thread; waits for nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ class Admission:
     restores: Restores
     races: bool
     hidden: float = 0.0
+
+    def arrived(self, request: Request, computed: int) -> None:
+        """Begin although nobody asks yet: vLLM does when it has a place and tokens left in a step,
+        and until then storage would be idle. ``computed``: tokens in the local prefix cache."""
+        wanted = request.num_tokens // self.limits.block - computed // self.limits.block
+        if wanted + self._outside() <= self.limits.staged_blocks:
+            self._begin(request, computed)
 
     def matched(self, request: Request, computed: int) -> int | None:
         """Tokens behind the ``computed`` ones that are staged, or None: ask again next step."""
@@ -135,6 +143,10 @@ class Admission:
 
     def _patient(self, restore: Restore) -> bool:
         return self.clock.now() - restore.opened < self.settings.lookup_patience
+
+    def _outside(self) -> int:
+        """Blocks that may be staged for requests that are not in yet."""
+        return sum(len(each.keys) for each in self.restores.all() if each.phase is Phase.OUTSIDE)
 
     def _fits(self, restore: Restore, edge: int) -> bool:
         """Whether all that is loaded before it enters has room in staging memory."""

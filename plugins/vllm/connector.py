@@ -86,6 +86,8 @@ class CacheFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
+        if self.desk is not None:
+            self.desk.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

@@ -101,6 +101,11 @@ class Desk:
         self._admission.races = self.races = races
         self._may_overlap = overlaps and races and self.settings.overlap
 
+    def arrived(self, request: Request) -> None:
+        """vLLM has a new request, and will ask for its prefix when it can run it."""
+        if not self._lost:
+            self._admission.arrived(request, self.cache.get_computed_blocks(request)[1])
+
     def matched(self, request: Request, computed: int) -> int | None:
         """Tokens behind the ``computed`` ones that are staged, or None: ask again next step."""
         return 0 if self._lost else self._admission.matched(request, computed)

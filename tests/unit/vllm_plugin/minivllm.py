@@ -187,6 +187,10 @@ class MiniVllm:
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         return (self.tables[request_id],)
 
+    def get_computed_blocks(self, request: MiniRequest) -> tuple[list[int], int, int]:
+        """There is no local prefix cache here."""
+        return [], 0, 0
+
     def allocate_slots(
         self, request: MiniRequest, num_new_tokens: int, *, delay_cache_blocks: bool = False
     ) -> object | None:
@@ -199,13 +203,14 @@ class MiniVllm:
         return taken
 
     def cache_blocks(self, request: MiniRequest, num_computed_tokens: int) -> None:
-        """There is no local prefix cache here."""
+        """As above."""
 
     # -- the loop ------------------------------------------------------------------------------
 
     def add(self, name: str, tokens: list[int], policy: str = "adaptive") -> MiniRequest:
         request = MiniRequest(name, tokens, kv_transfer_params={"cacheflow_policy": policy})
         self.waiting.append(request)
+        self.desk.arrived(request)
         return request
 
     def run(self, seconds: float = 20.0) -> None:

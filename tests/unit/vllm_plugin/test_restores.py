@@ -96,3 +96,52 @@ def test_many_at_once_with_aborts_and_preemptions(
             mini.finish(chance.choice(there))
     mini.run()
     assert len(mini.done) == 41
+
+
+def test_a_prefix_is_loaded_while_its_request_waits_for_a_place(
+    engine: Callable[..., MiniVllm],
+) -> None:
+    """Loads begin when a request arrives, not when vLLM has room for it: once it has, the prefix is
+    there, and the request's first step is its last."""
+    mini = learned(engine())
+    stored(mini)
+    request = mini.add("later", TOKENS, "load")
+    mini.waiting.remove(request)  # no place is free: nobody asks
+    restore = mini.desk._restores.of("later")
+    assert restore is not None
+    while not (restore.progress and restore.progress.low == 0):
+        mini.step()
+    mini.waiting.append(request)
+    assert mini.step() == {"later": 16}
+    mini.run()
+    assert request.computed == 16
+
+
+def test_requests_that_wait_begin_no_more_than_staging_memory_holds(
+    engine: Callable[..., MiniVllm],
+) -> None:
+    """Of many that arrive at once the first begin; the others do when they are asked for."""
+    mini = learned(engine())
+    stored(mini)
+    room = mini.desk.limits.staged_blocks // (len(TOKENS) // BLOCK)
+    requests = [mini.add(f"r{number}", TOKENS, "load") for number in range(room + 5)]
+    begun = [mini.desk._restores.of(each.request_id) is not None for each in requests]
+    assert begun == [True] * room + [False] * 5
+    mini.run()
+    assert sum(each.computed for each in requests) < 100 * len(requests)
+
+
+def test_a_request_that_is_aborted_before_it_is_asked_for_leaves_nothing(
+    engine: Callable[..., MiniVllm],
+) -> None:
+    """Its loads end, whatever they have brought; the fixture sees that nothing is pinned."""
+    mini = learned(engine(bandwidth=SLOW))
+    stored(mini)
+    request = mini.add("gone", TOKENS)
+    mini.waiting.remove(request)
+    for _ in range(3):
+        mini.step()
+    mini.waiting.append(request)
+    mini.finish(request)
+    mini.run()
+    assert mini.desk._restores.of("gone") is None
