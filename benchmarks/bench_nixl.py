@@ -1,10 +1,12 @@
 """The NIXL transport against a bare NIXL loop: throughput, lag of the event loop, CPU when idle.
 
-A store process with nothing but registered memory; 4 reads of 4 MiB under way. The bare loop is a
-thread that does nothing but begin transfers and look after them, without pause; ours goes through
-the link and the reactor, from four tasks (``link``), or through the whole backend with its lookups
-and leases, from a store (``pool``). Rounds alternate, so that all see the same machine; ratios are
-those within a round. An event loop beside them is asked every millisecond whether it is late.
+One store process, of which all read the same objects; 4 reads of 4 MiB under way. The bare loop is
+what an asyncio program has to do at least: four tasks, a thread that begins their transfers and
+looks after them without pause, futures. (``thread`` is such a thread with nobody to tell: what the
+transport can do.) Ours goes through the link and the reactor, from four tasks (``link``), or
+through the whole backend with its lookups and leases (``pool``). Rounds alternate, so that all see
+the same machine; ratios are those within a round. An event loop beside them is asked every
+millisecond whether it is late.
 """
 
 from __future__ import annotations
@@ -19,35 +21,24 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import uvloop
 from bench_pool import OBJECTS, store_object
-from nixl_store import running_store
+from nixl_ways import DEPTH, SIZE, Asked, Bare, Linked, Pooled, Reader, opened
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cacheflow.memory import StagingPool
-from cacheflow.pool import Piece
 from cacheflow.storage_backends.nixl import NixlTransport
-from cacheflow.storage_backends.nixl.agent import UcxAgent, why_missing
-from cacheflow.storage_backends.nixl.hello import Hello
-from cacheflow.storage_backends.pool import PoolBackend
-from cacheflow.testing.store_process import StoreProcess
-from cacheflow.types import MemoryKind, Read, TransferStatus
+from cacheflow.storage_backends.nixl.agent import why_missing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from nixl_store import BareStore
-
-    from cacheflow.storage_backends.nixl.link import NixlLink
-    from cacheflow.types import ChunkInfo
-
-SIZE: Final = 4 << 20
-DEPTH: Final = 4
-ARENA: Final = 64 << 20
+WAYS: Final = ("thread", "bare", "link", "pool")
+LINGER: Final = 2.0
+"""Seconds for what was to be done after the last read."""
 TARGETS: Final = {"ratio": 0.90, "lag_ms": 1.0, "idle_client": 0.01, "idle_store": 0.03}
 
 
@@ -61,107 +52,6 @@ class Side:
     """Seconds that the event loop was late, all rounds together."""
     busy: list[float] = field(default_factory=list)
     """Cores that this process took."""
-
-
-class Bare:
-    """Transfers of an agent of its own, on whatever thread :meth:`run` is called."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._hello = Hello.decode(answer)
-        self._agent = UcxAgent(f"bare-{time.time_ns()}")
-        self._pool = StagingPool(DEPTH * SIZE)
-        self._agent.register(self._pool.address, self._pool.capacity, self._pool.kind)
-        self._peer = self._agent.add(self._hello.metadata)
-
-    def run(self, count: int) -> None:
-        """Read ``count`` times."""
-        agent, begun = self._agent, min(DEPTH, count)
-        flying = [(slot, self._begin(slot, slot)) for slot in range(begun)]
-        while flying:
-            still = []
-            for slot, transfer in flying:
-                if not agent.has_ended(transfer):
-                    still.append((slot, transfer))
-                    continue
-                agent.release(transfer)
-                if begun < count:
-                    still.append((slot, self._begin(slot, begun)))
-                    begun += 1
-            flying = still
-
-    def _begin(self, slot: int, number: int) -> object:
-        ours = [(self._pool.address + slot * SIZE, SIZE)]
-        theirs = [(self._hello.address + number * SIZE % ARENA, SIZE)]
-        return self._agent.begin("READ", self._peer, ours, MemoryKind.PAGEABLE, theirs)
-
-
-class Ours:
-    """The same transfers through a link, from as many tasks, into registered staging memory."""
-
-    def __init__(self, transport: NixlTransport, link: NixlLink) -> None:
-        self._link = link
-        self._pool = StagingPool(DEPTH * SIZE)
-        transport.register_memory(self._pool.arena)
-
-    async def run(self, count: int) -> None:
-        """Read ``count`` times; what arrived last is checked."""
-        numbers = iter(range(count))
-
-        async def one() -> None:
-            with await self._pool.lease(SIZE) as lease:
-                for number in numbers:
-                    offset = number * SIZE % ARENA
-                    await self._link.read([Piece(offset, 0, lease.buffer)], deadline=60)
-                if bytes(lease.view[:8]) != (offset >> 16).to_bytes(8, "little"):
-                    raise SystemExit("wrong bytes")
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(DEPTH):
-                group.create_task(one())
-
-
-class Pooled:
-    """Reads of 4 MiB through the pool backend, into the same kind of memory."""
-
-    def __init__(self, backend: PoolBackend, infos: list[ChunkInfo]) -> None:
-        self._backend = backend
-        self._infos = infos
-        self._pool = StagingPool(DEPTH * SIZE)
-        backend.register_memory(self._pool.arena)
-
-    @classmethod
-    @asynccontextmanager
-    async def opened(cls, folder: Path) -> AsyncIterator[Self]:
-        """On a store of its own, with all objects in it."""
-        arena = (OBJECTS + 4) * (SIZE + (1 << 16))
-        process = StoreProcess(folder / "log", arena=arena, transports='["nixl"]')
-        await asyncio.to_thread(process.start)
-        try:
-            options = {"peers": [process.address], "transports": ["nixl"]}
-            backend = await PoolBackend.open(options)
-            try:
-                yield cls(backend, [await store_object(backend, n) for n in range(OBJECTS)])
-            finally:
-                await backend.aclose()
-        finally:
-            await asyncio.to_thread(process.kill)
-
-    async def run(self, count: int) -> None:
-        """Look all objects up once, then read ``count`` times."""
-        assert all(await self._backend.lookup([info.key.chunk for info in self._infos]))
-        numbers = iter(range(count))
-
-        async def one() -> None:
-            with await self._pool.lease(SIZE) as lease:
-                for number in numbers:
-                    info = self._infos[number % OBJECTS]
-                    read = Read(info.key, info.payload_offset, lease.buffer)
-                    async for result in self._backend.load([read]):
-                        assert result.status is TransferStatus.OK, result
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(DEPTH):
-                group.create_task(one())
 
 
 @asynccontextmanager
@@ -192,42 +82,59 @@ async def timed(side: Side, count: int, run: Callable[[int], Any]) -> None:
     side.busy.append((time.process_time() - cpu) / seconds)
 
 
-async def idle(store: BareStore, seconds: float, leases: int) -> tuple[float, float]:
-    """Cores that we and the store take while nothing is under way, with so many leases."""
-    await store.order("busy", leases)
-    ours, theirs = time.process_time(), float(await store.order("cpu"))
+async def idle(pid: int, seconds: float) -> tuple[float, float]:
+    """Cores that we and the store take while nothing is under way."""
+    await asyncio.sleep(LINGER)
+    start = time.perf_counter()
+    ours, theirs = time.process_time(), seconds_of(pid)
     await asyncio.sleep(seconds)
-    took = float(await store.order("cpu")) - theirs
-    await store.order("busy", 1)
-    return (time.process_time() - ours) / seconds, took / seconds
+    passed = time.perf_counter() - start
+    return (time.process_time() - ours) / passed, (seconds_of(pid) - theirs) / passed
+
+
+def seconds_of(pid: int) -> float:
+    """Of processors that all threads of a process have taken so far, in nanoseconds' resolution."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text("ascii").split()[0]) for task in tasks) / 1e9
 
 
 async def bench(
     transports: str, options: argparse.Namespace, folder: Path, done: Callable[[], None]
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """All of one setting of UCX_TLS, in this process and in the stores': rows, and cores idle."""
+    """All of one setting of UCX_TLS, in this process and in the store's: rows, and cores idle."""
     os.environ["UCX_TLS"] = transports
-    sides = {name: Side() for name in ("bare", "link", "pool")}
-    async with running_store(ARENA) as store, Pooled.opened(folder) as pooled:
-        transport = await NixlTransport.open()
-        ours = Ours(transport, await transport.connect("store", "", store.answer))
-        bare = await asyncio.to_thread(Bare, store.answer)
+    sides = {name: Side() for name in WAYS}
+    async with opened(folder) as (store, backend):
+        infos = [await store_object(backend, number) for number in range(OBJECTS)]
+        async with Reader.connected(store.port, infos) as reader:
+            pooled = Pooled(backend, infos)
+            transport = await NixlTransport.open()
+            link = await transport.connect("store", "", reader.answer)
+            linked = Linked(reader, transport, link)
+            bare = await asyncio.to_thread(Bare, reader)
 
-        async def run_bare(count: int) -> None:
-            await asyncio.to_thread(bare.run, count)
+            async def run_thread(count: int) -> None:
+                await asyncio.to_thread(bare.run, count)
 
-        runs = {"bare": run_bare, "link": ours.run, "pool": pooled.run}
-        for run in runs.values():
-            await timed(Side(), 2 * DEPTH, run)
-        for number in range(options.rounds):
-            for name in [*runs][number % 3 :] + [*runs][: number % 3]:
-                # The store that is not read does not look for readers a thousand times a second.
-                await store.order("busy", int(name != "pool"))
-                await timed(sides[name], options.reads, runs[name])
-            done()
-        client, idle_store = await idle(store, options.idle, 0)
-        _, leased = await idle(store, options.idle, 1)
-        await transport.aclose()
+            ways = (run_thread, Asked(bare).run, linked.run, pooled.run)
+            runs = dict(zip(WAYS, ways, strict=True))
+            async with reader.leasing():
+                for run in runs.values():
+                    await run(1)
+                if len({way.first() for way in (bare, linked, pooled)}) > 1:
+                    raise SystemExit("the three ways do not read the same bytes")
+                for run in runs.values():
+                    await timed(Side(), 2 * DEPTH, run)
+                for number in range(options.rounds):
+                    first = number % len(WAYS)
+                    for name in WAYS[first:] + WAYS[:first]:
+                        await timed(sides[name], options.reads, runs[name])
+                    done()
+            pooled.forget()
+            client, idle_store = await idle(store.pid, options.idle)
+            async with reader.leasing():
+                _, leased = await idle(store.pid, options.idle)
+            await transport.aclose()
     rows = [summary(f"{name}, {transports}", sides["bare"], sides[name]) for name in runs]
     return rows, {"client": client, "store": idle_store, "leased": leased}
 

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["FAULTS", "MEDIA", "REMOTE", "SETUPS", "Cell", "Limits", "Seen", "Stage"]
 
 MEDIA: Final = ("dram", "nvme", "object-store", "throttled")
-REMOTE: Final = ("pool",)
-"""Media that are another process: only those who ask for them get them."""
+REMOTE: Final = {"pool": "tcp", "pool-nixl": "nixl"}
+"""Media that are another process, and how their bytes come (for NIXL set ``UCX_TLS``): only those
+who ask for them get them."""
 SETUPS: Final = ("alone", "first", "second", "both")
 """The sick tier alone; before a good one; behind a good one that has half; two sick ones."""
 _ANYWHERE: Final = tuple(
@@ -126,7 +127,8 @@ class Stage:
         self._bandwidth = bandwidth
         self._staging = staging
         self._media = media
-        self._store: StoreProcess | None = None
+        self._remote: dict[str, StoreProcess] = {}
+        """By transport: the same one for all cells."""
         self._stores = 0
         self._computed = 0.0
         """Seconds of compute since a request was begun."""
@@ -157,9 +159,9 @@ class Stage:
                 self._cold[len(prompt)] = await _ask(flow, "cold", prompt, Generation())
 
     async def aclose(self) -> None:
-        """End the store process, if there is one."""
-        if self._store is not None:
-            await asyncio.to_thread(self._store.kill)
+        """End the store processes, if there are any."""
+        for store in self._remote.values():
+            await asyncio.to_thread(store.kill)
 
     async def run(self, cell: Cell) -> Seen:
         """Healthy, sick, and well again; nothing may be left at the end."""
@@ -291,8 +293,8 @@ class Stage:
         return tiers
 
     async def _open(self, medium: str) -> StorageBackend:
-        if medium == "pool":
-            return await self._open_pool()
+        if medium in REMOTE:
+            return await self._open_pool(REMOTE[medium])
         self._stores += 1
         folder = self._folder / str(self._stores)
         nvme = {"path": str(folder), "fsync": False}
@@ -307,13 +309,15 @@ class Stage:
         kind = await asyncio.to_thread(load_backend, medium)
         return await kind.open(options[medium])
 
-    async def _open_pool(self) -> StorageBackend:
-        """An empty store in another process: the same one for all cells, over tcp."""
-        if self._store is None:
-            store = StoreProcess(self._folder / "store.log", arena="256MiB")
-            self._store = await asyncio.to_thread(store.start)
+    async def _open_pool(self, transport: str) -> StorageBackend:
+        """An empty store in another process."""
+        if transport not in self._remote:
+            options = {"arena": "256MiB", "transports": f'["{transport}"]'}
+            store = StoreProcess(self._folder / "store.log", **options)
+            self._remote[transport] = await asyncio.to_thread(store.start)
+        address = self._remote[transport].address
         kind = await asyncio.to_thread(load_backend, "pool")
-        pool = await kind.open({"peers": [self._store.address], "transports": ["tcp"]})
+        pool = await kind.open({"peers": [address], "transports": [transport]})
         await pool.delete([info.key async for info in pool.scan()])
         return pool
 

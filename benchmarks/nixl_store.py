@@ -1,6 +1,6 @@
 """A process whose memory is read and written over NIXL: no directory, no leases, no keys.
 
-``running_store`` starts one, for tests and benchmarks of the transport alone. Orders go in as lines
+``running_store`` starts one, for tests of the transport alone. Orders go in as lines
 on standard input, answers come as lines on standard output; its end closes the process.
 """
 
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from cacheflow.testing.freezing import freeze, thaw
 
@@ -114,18 +114,14 @@ async def serve(nbytes: int) -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         word, *rest = line.split()
-        say(word, obey(target, memory, word, [int(each) for each in rest]))
+        say(word, obey(memory, word, [int(each) for each in rest]))
     await target.aclose()
 
 
-def obey(target: Any, memory: mmap.mmap, word: str, numbers: list[int]) -> object:
+def obey(memory: mmap.mmap, word: str, numbers: list[int]) -> object:
     match word, numbers:
-        case "busy", [leases]:
-            return target.busy(leases)
         case "digest", [first, size]:
             return hashlib.sha256(memory[first : first + size]).hexdigest()
-        case "cpu", []:
-            return sum(os.times()[:2])
     raise ValueError(f"{word} {numbers}")
 
 

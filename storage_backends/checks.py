@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cacheflow.types import MemoryKind
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -12,12 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["check_extents", "check_reads", "check_writes"]
 
 
-def check_reads(reads: Sequence[Read]) -> None:
-    """Raises ValueError for a range that no object has, or memory that the CPU cannot touch."""
+def check_reads(reads: Sequence[Read], *, device: bool = False) -> None:
+    """Raises ValueError for a range that no object has, or memory that the CPU cannot touch (which
+    is fine with ``device``)."""
     for read in reads:
         if read.offset < 0:
             raise ValueError(f"a read begins at byte {read.offset} of {read.key!r}")
-        _check_host_memory(read.buffer)
+        if not (device and read.buffer.kind is MemoryKind.DEVICE):
+            _check_host_memory(read.buffer)
 
 
 def check_extents(extents: Sequence[Extent]) -> None:

@@ -63,6 +63,8 @@ class Transport(Protocol):
 
     name: str
     """For messages and metrics, e.g. ``tcp``."""
+    takes_device_memory: bool
+    """Whether links take buffers of the kind DEVICE, once they are registered."""
 
     def hello(self) -> bytes:
         """For the store's half, at most 64 KiB."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cacheflow.storage_backends.nixl.hello import Hello
     from cacheflow.storage_backends.nixl.memory import OurMemory
     from cacheflow.storage_backends.nixl.reactor import Reactor
-    from cacheflow.types import Hold
+    from cacheflow.types import Buffer, Hold
 
 __all__ = ["NixlLink"]
 
@@ -88,6 +88,9 @@ class NixlLink:
 
     async def _move_all(self, way: Way, pieces: Sequence[Piece]) -> None:
         """What lies in registered memory at once, in one flight a kind; then the rest by slab."""
+        if any(self._is_strange_device(piece.buffer) for piece in pieces):
+            # The thread does things in their order: what was to be registered before this is then.
+            await self._reactor.call(lambda agent: None)
         rest: list[Piece] = []
         ready: dict[MemoryKind, list[Piece]] = {}
         for piece in pieces:
@@ -102,6 +105,9 @@ class NixlLink:
         finally:
             for flight, _ in flights:
                 self._reactor.withdraw(flight)
+
+    def _is_strange_device(self, buffer: Buffer) -> bool:
+        return buffer.kind is MemoryKind.DEVICE and not self._memory.is_registered(buffer)
 
     def _direct(self, way: Way, kind: MemoryKind, group: Sequence[Piece]) -> _Started:
         sizes = [piece.buffer.nbytes for piece in group]
@@ -118,8 +124,11 @@ class NixlLink:
 
     async def _by_slab(self, way: Way, piece: Piece) -> None:
         buffer = piece.buffer
-        if buffer.kind is MemoryKind.DEVICE:
-            raise ValueError("device memory has to be registered first (register_memory)")
+        if self._is_strange_device(buffer):
+            raise ValueError(
+                "device memory has to be registered first (register_memory); if it was, the log "
+                "says why NIXL did not take it"
+            )
         for at in range(0, buffer.nbytes, self._memory.part_bytes):
             nbytes = min(self._memory.part_bytes, buffer.nbytes - at)
             stop = await self._memory.stopover(self._peer, nbytes)

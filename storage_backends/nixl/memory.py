@@ -129,11 +129,13 @@ class OurMemory:
         await self._slab.aclose()
 
     def _register(self, memory: Buffer, registration: _Registration, agent: Agent) -> None:
-        """On the reactor's thread. Without it buffers are copied, which is only slower."""
+        """On the reactor's thread. Without it buffers of the host are copied, which is slower."""
         try:
             region = _region(memory, agent)
         except ConfigError as error:
-            _log.warning("%s: what is loaded is copied once more", error)
+            is_device = memory.kind is MemoryKind.DEVICE
+            what = "nothing can be loaded there" if is_device else "what is loaded is copied"
+            _log.warning("%s: %s", error, what)
             return
         self._loop.call_soon_threadsafe(registration.begin, region)
 

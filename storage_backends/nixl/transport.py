@@ -40,7 +40,8 @@ _MOST_AGENTS: Final = 4
 class NixlTransport:
     """Use :meth:`open`. ``start`` makes one agent more, at work."""
 
-    name: Final = "nixl"
+    name = "nixl"
+    takes_device_memory = True
 
     def __init__(self, first: Worker, start: _Start) -> None:
         self._workers = [first]

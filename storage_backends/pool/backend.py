@@ -130,8 +130,11 @@ class PoolBackend(StorageBackend):
         return await self.looking.lookup(keys)
 
     async def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
+        """Into device memory, too, if it was registered: straight from stores that are reached over
+        a transport that can, and MISSING from others."""
         self._flights.check_open()
-        check_reads(reads)
+        ways = self.transports.values()
+        check_reads(reads, device=any(way.takes_device_memory for way in ways))
         with ExitStack() as held:
             guards = []
             for read in reads:  # before the first await

@@ -103,6 +103,13 @@ class Peer:
         """Whether it may be asked."""
         return self.state is PeerState.UP
 
+    @property
+    def takes_device_memory(self) -> bool:
+        """Whether the transport in use does."""
+        if self.hello is None:
+            return False
+        return self._transports[self.hello.transport].takes_device_memory
+
     def start(self) -> None:
         """Connect, and stay connected."""
         self._task = asyncio.create_task(self._run())

@@ -17,7 +17,7 @@ from cacheflow.kv import format_name
 from cacheflow.pool import Piece, messages
 from cacheflow.storage_backends.pool.channel import Refused
 from cacheflow.storage_backends.pool.peer import Place
-from cacheflow.types import Buffer, TransferResult, TransferStatus
+from cacheflow.types import Buffer, MemoryKind, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,6 +104,9 @@ class Loading:
         link = peer.link
         if link is None:
             raise BackendError("the store is down", operation="load", context=peer.name)
+        if piece.buffer.kind is MemoryKind.DEVICE and not peer.takes_device_memory:
+            reason = "it is reached over a transport that takes host memory only"
+            raise BackendError(reason, operation="load", context=peer.name, is_temporary=True)
         try:
             await link.read([piece], deadline=self._seconds)
             peer.delivered(link)

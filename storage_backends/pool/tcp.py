@@ -160,6 +160,7 @@ class TcpTransport:
     """Links to any number of stores."""
 
     name = "tcp"
+    takes_device_memory = False
 
     def __init__(self, tls: SSLContext | None) -> None:
         self._tls = tls

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import bench_faults as bench
 import pytest
-from fault_cells import FAULTS, MEDIA, REMOTE, SETUPS, Cell, Limits, Stage
+from fault_cells import FAULTS, MEDIA, SETUPS, Cell, Limits, Stage
 
 from cacheflow.costs import ComputeModel
 from cacheflow.plugins.transformers import TransformersEngine
+from cacheflow.storage_backends.nixl.agent import why_missing
 from cacheflow.types import TileGrid
 from tests.conftest import FULL
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 EVERY: Final = 4 if FULL else 13
 """Every so manieth cell is run, in each set-up of tiers from another one on."""
+WAYS: Final = [("pool", "all"), ("pool-nixl", "tcp"), ("pool-nixl", "all")]
 LIMITS: Final = Limits(ratio=1.10, seconds=0.5)
 """Requests of milliseconds: half a second says that nobody waits for a deadline."""
 
@@ -46,9 +48,17 @@ async def test_requests_complete_whatever_storage_does(
 
 
 @pytest.mark.allow_blocking  # the matrix looks at open files itself
-async def test_requests_complete_whatever_a_pool_does(model_folder: Path, tmp_path: Path) -> None:
-    """The same of a store in another process, which answers over tcp."""
-    await run_cells(list(bench.matrix(REMOTE, SETUPS))[::EVERY], model_folder, tmp_path)
+@pytest.mark.parametrize(("medium", "ucx"), WAYS)
+async def test_requests_complete_whatever_a_pool_does(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, medium: str, ucx: str
+) -> None:
+    """The same of a store in another process: over tcp, and over NIXL, where UCX may use sockets
+    only, and where it takes what it likes best."""
+    if medium == "pool-nixl" and (reason := why_missing()) is not None:
+        pytest.skip(f"no NIXL here: {reason}")
+    monkeypatch.setenv("UCX_TLS", ucx)
+    cells = list(bench.matrix([medium], SETUPS))[WAYS.index((medium, ucx)) :: 2 * EVERY]
+    await run_cells(cells, model_folder, tmp_path)
 
 
 async def run_cells(cells: Sequence[Cell], model_folder: Path, tmp_path: Path) -> None:

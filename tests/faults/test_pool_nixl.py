@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import pytest
 
 from cacheflow.errors import BackendError
-from cacheflow.memory import StagingPool
+from cacheflow.memory import InFlight, StagingPool, buffer_from
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings
+from cacheflow.storage_backends.nixl import agent
 from cacheflow.storage_backends.nixl.agent import UcxAgent, why_missing
 from cacheflow.storage_backends.nixl.memory import OurMemory
 from cacheflow.testing.objects import make_object
-from cacheflow.testing.storage_harness import load_all
+from cacheflow.testing.storage_harness import idle, load_all, store_all
 from cacheflow.testing.store_process import StoreProcess
-from cacheflow.types import Read, TileGrid, TransferStatus
+from cacheflow.types import Buffer, MemoryKind, Read, TileGrid, TransferStatus
 from tests.faults.test_pool_stores import fill, on_disk, opened, started, until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from cacheflow.storage_backends.pool import PoolBackend
@@ -154,6 +157,56 @@ async def ask(flow: CacheFlow, prompt: list[int], report: Generation | None = No
     tokens = [token async for token in stream]
     await session.forget()
     return tokens
+
+
+@asynccontextmanager
+async def on_device(backend: PoolBackend, nbytes: int) -> AsyncIterator[tuple[Buffer, bytearray]]:
+    """Registered memory of the kind DEVICE, and what is in it: NIXL is told that it is the host's,
+    everybody else has to leave it alone."""
+    memory, hold = bytearray(nbytes), InFlight()
+    buffer = replace(buffer_from(memory, hold), kind=MemoryKind.DEVICE, view=None)
+    with (
+        mock.patch.object(agent, "segment", return_value="DRAM"),
+        mock.patch.object(agent, "device_of", return_value=0),
+    ):
+        end = backend.register_memory(buffer)
+        try:
+            yield buffer, memory
+        finally:
+            end()
+            await idle(hold)
+
+
+async def test_loads_into_device_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies on a device is loaded into as it lies, without a stop in memory of the host; where
+    the only way to a store cannot, that is a miss, and costs the store nothing."""
+    monkeypatch.setenv("UCX_TLS", "all")
+    both = StoreProcess(tmp_path / "log", arena="2MiB", transports='["nixl", "tcp"]')
+    plain = StoreProcess(tmp_path / "log", arena="2MiB", transports='["tcp"]')
+    [stored, *_] = OBJECTS
+    patience = {"request_seconds": 10.0, "transfer_seconds": 20.0, "connect_seconds": 10.0}
+    async with started(both, plain):
+        for store in (both, plain):
+            async with (
+                opened(store, transports=["nixl", "tcp"], **patience) as backend,
+                on_device(backend, len(stored.data)) as (buffer, memory),
+            ):
+                await store_all(backend, stored)
+                with mock.patch.object(OurMemory, "stopover") as copied:
+                    [result] = await load_all(backend, [Read(stored.key, 0, buffer)])
+                copied.assert_not_called()
+                if store is both:
+                    assert result.status is TransferStatus.OK
+                    assert memory == stored.data
+                else:
+                    assert result.status is TransferStatus.MISSING
+                    assert "host memory only" in str(result.error)
+                    assert not any(memory)
+                assert len(backend.members.up) == 1
+        async with opened(plain) as backend:
+            device = Buffer(4096, 4096, MemoryKind.DEVICE, None, InFlight())
+            with pytest.raises(ValueError, match="host memory only"):
+                await load_all(backend, [Read(stored.key, 0, device)])
 
 
 async def test_a_fabric_that_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
