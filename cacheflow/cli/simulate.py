@@ -79,13 +79,14 @@ def simulate(
     workload, total, jobs = setup.workload(scenario, shape, trace, speed, agents, turns)
     over = link + (f" in {uplink}" if uplink else "")
     settings: dict[str, Any] = {"preset": scenario.machine.name, "link": over, "gpus": gpus}
-    settings |= {"workload": workload.name, "objective": objective, "cells": cells, "seed": seed}
+    settings |= {"workload": workload.name, "objective": objective, "cells": cells}
+    settings |= {"chunk": chunk, "seed": seed}
     asked = _Asked(scenario, workload, total, jobs, settings)
     runs = _compare(asked, setup.policies(policy), report)
     if json:
         print_json({"settings": settings, "policies": [run.summary.as_json() for run in runs]})
     else:
-        _show(settings, runs, report)
+        _show(asked, runs, report)
 
 
 # -- running and showing -----------------------------------------------------------------------
@@ -156,16 +157,17 @@ def _write(bar: Progress, path: Path, asked: _Asked, runs: Sequence[Run]) -> Non
         raise ConfigError(f"--report {path}: {error.strerror}") from error
 
 
-def _show(settings: dict[str, Any], runs: Sequence[Run], report: Path | None) -> None:
-    figures().print(_table(settings, runs))
+def _show(asked: _Asked, runs: Sequence[Run], report: Path | None) -> None:
+    figures().print(_table(asked, runs))
     if report is not None:
         figures().print(f"report: {report}", soft_wrap=True)
 
 
-def _table(settings: dict[str, Any], runs: Sequence[Run]) -> Table:
+def _table(asked: _Asked, runs: Sequence[Run]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    settings = asked.settings
     title = f"{settings['preset']}, {settings['link']}, {settings['workload']}"
     heading = f"seconds to first token\n{title}"
     table = Table(title=heading, box=SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=0)
@@ -186,4 +188,8 @@ def _table(settings: dict[str, Any], runs: Sequence[Run]) -> Table:
         )
     table.caption_justify = "left"
     table.caption = "fluid: bound / taken; resources: useful busy share while a prefix waits"
+    if asked.jobs:
+        table.caption += (
+            f"\nprefixes: rounded to chunks of {settings['chunk']} tokens, at least one"
+        )
     return table

@@ -66,9 +66,14 @@ Cold: TypeAlias = Annotated[
 
 Requests: TypeAlias = Annotated[int, typer.Option(min=1, help="How many (of a trace: at most).")]
 Lengths: TypeAlias = Annotated[
-    str, typer.Option(help="Prefixes: lognormal:MEAN:SIGMA, uniform:1k:32k, 8k or 512,1k,4k.")
+    str,
+    typer.Option(
+        help="Prefixes: lognormal:MEAN:SIGMA, uniform:1k:32k, 8k or 512,1k,4k; rounded to chunks."
+    ),
 ]
-Suffix: TypeAlias = Annotated[int, typer.Option(min=1, help="New tokens behind each prefix.")]
+Suffix: TypeAlias = Annotated[
+    int, typer.Option(min=1, max=1 << 24, help="New tokens behind each prefix.")
+]
 Coverage: TypeAlias = Annotated[float, typer.Option(help="Share of each prefix that is stored.")]
 Holes: TypeAlias = Annotated[float, typer.Option(help="Probability that a stored chunk is gone.")]
 Load: TypeAlias = Annotated[

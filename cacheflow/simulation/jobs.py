@@ -85,7 +85,9 @@ class Cut:
         try:
             self.grid.check(self.chunk_tokens)
         except ValueError as error:
-            raise ConfigError(f"--cells: {error}") from error
+            raise ConfigError(
+                f"--chunk {self.chunk_tokens}: a tile of --cells holds whole chunks ({error})"
+            ) from error
 
     def spec(self, job: Job, prefix_tokens: int) -> RequestSpec:
         """The request whose first ``prefix_tokens`` (rounded down to chunks) may be restored."""

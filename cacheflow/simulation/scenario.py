@@ -86,11 +86,11 @@ class Scenario:
         names = [channel.name for channel in self.channels]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"--link: each link once, at least one; got {', '.join(names)}")
-        if self.gpus < 1 or not 0 <= self.failing < 1 or not 0 <= self.decode_share < 1:
-            raise ConfigError(
-                f"--gpus {self.gpus} must be at least 1, --failing {self.failing} and "
-                f"--decode-share {self.decode_share} from 0 to below 1"
-            )
+        if self.gpus < 1:
+            raise ConfigError(f"--gpus {self.gpus} must be at least 1")
+        for option, share in (("failing", self.failing), ("decode-share", self.decode_share)):
+            if not 0 <= share < 1:
+                raise ConfigError(f"--{option} {share:g} must be from 0 to below 1")
 
     @property
     def cut(self) -> Cut:
@@ -156,7 +156,7 @@ def mean_gap(scenario: Scenario, jobs: Sequence[Job], load: float) -> float:
     """Mean seconds between arrivals at which ``jobs`` are ``load`` of what all GPUs and links
     together could carry (by the fluid bound of all of them at once)."""
     if not load > 0:
-        raise ConfigError(f"--load {load} must be positive")
+        raise ConfigError(f"--load {load:g} must be 0 (all at once) or more, such as 0.6")
     place = scenario.placement(named=False).place
     seconds = batch_fluid_seconds(scenario.fluid(place(job, 0)) for job in jobs)
     return seconds / len(jobs) / scenario.gpus / load

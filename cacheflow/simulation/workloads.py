@@ -119,11 +119,12 @@ def synthetic(
     ``holes``; the rest and ``suffix_tokens`` new ones are always computed. Lengths are rounded to
     chunks, at least one.
     """
-    if count < 1 or suffix_tokens < 1 or not 0 <= coverage <= 1 or not 0 <= holes <= 1:
-        raise ConfigError(
-            f"--requests {count} and --suffix {suffix_tokens} must be at least 1, --coverage "
-            f"{coverage} and --holes {holes} between 0 and 1"
-        )
+    for option, least in (("--requests", count), ("--suffix", suffix_tokens)):
+        if least < 1:
+            raise ConfigError(f"{option} {least} must be at least 1")
+    for option, share in (("--coverage", coverage), ("--holes", holes)):
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{option} {share:g} must be between 0 and 1")
     chance = random.Random(f"synthetic:{seed}")
     jobs = []
     for index in range(count):

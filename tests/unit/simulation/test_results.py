@@ -102,7 +102,7 @@ def test_impossible_scenarios_are_refused() -> None:
     """The same link twice, no GPU, loads that always fail."""
     channel = SCENARIO.channels[0]
     for change in ({"channels": (channel, channel)}, {"gpus": 0}, {"failing": 1.0}):
-        with pytest.raises(ConfigError, match=r"--link|--gpus"):
+        with pytest.raises(ConfigError, match=r"--link|--gpus|--failing"):
             replace(SCENARIO, **change)
 
 

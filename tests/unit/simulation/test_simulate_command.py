@@ -43,6 +43,7 @@ def test_a_table_for_people() -> None:
     assert "adaptive" in result.stdout
     assert "all at once" in result.stdout
     assert "…" not in result.stdout
+    assert "prefixes: rounded to chunks of 512 tokens" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -96,12 +97,16 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
         (["--router", "dice"], "--router"),
         (["--cells", "2048"], "--cells"),
         (["--cells", "2048x5"], "--cells"),
-        (["--cells", "700x4"], "--cells"),
+        (["--cells", "700x4"], "--cells holds whole chunks (grid 700* is not a multiple of 512"),
         (["--lengths", "long"], "number of tokens"),
-        (["--load", "-1"], "--load"),
+        (["--load", "-1"], "--load -1 must be 0 (all at once) or more"),
+        (["--coverage", "2"], "error: --coverage 2 must be between 0 and 1"),
+        (["--holes", "-1"], "error: --holes -1 must be between 0 and 1"),
+        (["--decode-share", "1"], "error: --decode-share 1 must be from 0 to below 1"),
+        (["--chunk", "300"], "error: --chunk 300: a tile of --cells holds whole chunks"),
         (["--trace", "/nowhere/t.jsonl"], "/nowhere/t.jsonl"),
         (["--trace", "x", "--agents", "2"], "exclude"),
-        (["--failing", "1"], "--failing"),
+        (["--failing", "1"], "error: --failing 1 must be"),
         (["--report", "/nowhere/at/all.html"], "--report"),
         (["--report", "/"], "that is a folder"),
     ],
