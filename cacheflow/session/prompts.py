@@ -48,7 +48,8 @@ async def read_prompt(
     ``answered``: messages end with the beginning of an answer.
 
     Raises:
-        ConfigError: it is no prompt, is empty, or is of messages and the model has no template.
+        ConfigError: it is no prompt, is empty, or is of messages one of which is none, or for which
+            the model has no template.
     """
     if not _length(prompt):
         raise ConfigError("the prompt is empty: give at least one token")
@@ -56,9 +57,9 @@ async def read_prompt(
         if tools:
             raise ConfigError("tools go with messages: a prompt of tokens has its tools in it")
         return _as_it_is_now(cast("Sequence[int]", prompt)), frozenset()
+    messages = [_message(i, each) for i, each in enumerate(cast("Messages", prompt))]
     if chat is None:
         raise ConfigError("the model has no chat template: give token ids instead of messages")
-    messages = [dict(message) for message in cast("Messages", prompt)]
     tokens = await asyncio.to_thread(chat.render, messages, tools, answered)
     if not tokens:
         raise ConfigError("the prompt is empty: the chat template makes nothing of these messages")
@@ -155,6 +156,19 @@ def _first(prompt: Prompt) -> object:
         return prompt[0]
     except (TypeError, LookupError):
         raise _no_prompt(prompt) from None
+
+
+def _message(index: int, message: object) -> dict[str, Any]:
+    """A copy. What else a message needs is the template's to say."""
+    if not isinstance(message, Mapping):
+        kind = type(message).__name__
+        raise ConfigError(f"message {index} of the prompt is {kind}: give role and content")
+    if not isinstance(message.get("role"), str):
+        raise ConfigError(
+            f"message {index} of the prompt has no role: give 'system', 'user', 'assistant' or "
+            "'tool'"
+        )
+    return dict(message)
 
 
 def _no_prompt(prompt: object) -> ConfigError:

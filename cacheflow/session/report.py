@@ -39,6 +39,12 @@ class Usage:
         """Prompt and completion."""
         return self.prompt_tokens + self.completion_tokens
 
+    def __repr__(self) -> str:
+        """The fields, and what they add up to."""
+        names = ("prompt", "cached", "resident", "loaded", "recomputed", "completion")
+        counts = (f"{name}_tokens={getattr(self, f'{name}_tokens')}" for name in names)
+        return f"Usage({', '.join(counts)})"
+
     def restored(self, resident: int, restoration: Restoration, layers: int) -> None:
         """The prompt is in memory. Work on a tile is shared out by layers, so the parts are of
         token-layers, rounded: they add up to what was cached."""

@@ -50,10 +50,10 @@ class Session(Conversation):
         way is waited for.
 
         Raises:
-            ConfigError: the history has fewer tokens.
+            ConfigError: the history has fewer tokens, or ``to`` is no length.
             CapacityError: there is no KV memory for a copy of a page that is shared.
         """
-        to = whole_number("to", to, 0)
+        to = whole_number("the length to truncate to", to, 0)
         async with self._alone():
             self._check_open()
             if to > len(self._history):

@@ -25,12 +25,15 @@ async def test_a_turn_goes_on_from_the_last(opened: Opened) -> None:
         assert first.usage.prompt_tokens == 100
         assert first.usage.completion_tokens == 3
         assert first.cached_tokens == 0
+        assert "cached_tokens=0" in repr(first.usage)
         assert session.tokens == (*prompt_of(100), *cold(prompt_of(100), 3))
         assert session.resident_tokens == 102
         history = [*session.tokens, *prompt_of(50, 1)]
         second = await play.ask(session, history)
         assert second.usage.resident_tokens == second.cached_tokens == 102
         assert second.usage.total_tokens == 153 + 3
+        assert "resident_tokens=102, " in repr(second.usage)
+        assert "cached_tokens=102, " in repr(second.usage)
         assert play.store.reads == 0
 
 
@@ -250,6 +253,9 @@ async def test_closed_during_a_turn(opened: Opened) -> None:
         ({"prompt": [1, "x"]}, "position 1"),
         ({"prompt": [1, None]}, "position 1"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "no chat template"),
+        ({"prompt": [{"content": "hi"}]}, "message 0 of the prompt has no role: give 'system'"),
+        ({"prompt": [{"role": "user", "content": "hi"}, {"role": None}]}, "message 1 .* no role"),
+        ({"prompt": [{"role": "user", "content": "hi"}, "hi"]}, "message 1 of the prompt is str"),
         ({"prompt": [1], "tools": [{"name": "t"}]}, "tools go with messages"),
         ({"prompt": [1], "max_new_tokens": 2.5}, "max_new_tokens"),
         ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens"),
@@ -298,7 +304,8 @@ async def test_bad_sessions_and_times(opened: Opened) -> None:
         session = flow.session("s")
         for call, message in (
             (session.truncate(1), "has 0 tokens"),
-            (session.truncate(1.5), "to must"),
+            (session.truncate(1.5), "to truncate to must be a whole number"),
+            (session.truncate(-1), "to truncate to must be at least 0, got -1"),
             (session.hint("asleep"), "asleep"),
             (session.hint(priority=0), "priority"),
             (session.hint(eta=float("nan")), "eta"),
