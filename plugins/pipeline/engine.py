@@ -119,21 +119,21 @@ class PipelineEngine(TransformersEngine):
                 lambda made: asyncio.to_thread(torch.distributed.destroy_process_group, made),
             )
             await asyncio.to_thread(check_alike, group, parts["identity"], deadline)
+            return cls(
+                loaded,
+                joined=joined,
+                group=group,
+                deadline=deadline,
+                grid=grid,
+                kv_bytes=kv_bytes,
+                threads=threads,
+                streams=streams_of(where),
+                shard=shard,
+                **parts,
+            )
         except BaseException:  # cancelled as well: the next attempt begins anew
             leave_ranks(joined)
             raise
-        return cls(
-            loaded,
-            joined=joined,
-            group=group,
-            deadline=deadline,
-            grid=grid,
-            kv_bytes=kv_bytes,
-            threads=threads,
-            streams=streams_of(where),
-            shard=shard,
-            **parts,
-        )
 
     # -- cacheflow.abc.Staged --------------------------------------------------------------------
 

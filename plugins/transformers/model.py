@@ -58,6 +58,11 @@ def load_model(path: Path, dtype: str, device: torch.device) -> Any:
     """
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+    if not path.exists():
+        raise ConfigError(
+            f"model {str(path)!r}: no such folder, and nothing is downloaded here; a model of the "
+            f"Hugging Face Hub: `hf download NAME --local-dir FOLDER`, then give FOLDER"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model {str(path)!r}: no config.json there; give a model's folder")
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cacheflow.errors import CapacityError
+from cacheflow.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from cacheflow.types import KVLayout, Tile, TileGrid
@@ -80,6 +80,14 @@ class PagePool:
     def __init__(
         self, layout: KVLayout, grid: TileGrid, capacity: int, device: torch.device
     ) -> None:
+        """Raises ConfigError where not even the first page fits ``capacity`` (bytes)."""
+        width, each = grid.tile(0).width, layout.token_bytes
+        if capacity < width * each:
+            raise ConfigError(
+                f"kv_bytes {capacity} is less than the shortest prompt takes: give at least "
+                f"{width * each}, which is {width} tokens of {each} bytes; prompts that are longer "
+                "and requests at once take more"
+            )
         self._layout = layout
         self._grid = grid
         self._capacity = capacity

@@ -119,6 +119,8 @@ async def test_unknown_and_broken_paths(
     for path in (tmp_path / "nowhere", bare, broken, headless):
         with pytest.raises(ConfigError, match=path.name):
             await TransformersEngine.open_model(path, device="cpu")
+    with pytest.raises(ConfigError, match=r"'hub/name': no such folder, .*`hf download NAME"):
+        await TransformersEngine.open_model("hub/name", device="cpu")
 
 
 @pytest.mark.parametrize(

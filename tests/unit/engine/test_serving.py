@@ -255,9 +255,14 @@ async def test_bad_prompts(engine_for: Engines) -> None:
 
 async def test_capacity_is_a_cap(engine_for: Engines) -> None:
     """The cap on KV memory holds; a request that does not fit changes nothing, and what was freed
-    serves the next one."""
+    serves the next one. A cap that no request fits is refused, with the least that works."""
     async with engine_for() as engine:
-        token_bytes = engine.layout.token_bytes
+        token_bytes, least = engine.layout.token_bytes, engine.grid.tile(0).width
+    with pytest.raises(ConfigError, match=f"kv_bytes .*at least {least * token_bytes}, "):
+        async with engine_for(kv_bytes=least * token_bytes - 1):
+            pass
+    async with engine_for(kv_bytes=least * token_bytes):
+        pass
     async with engine_for(kv_bytes=192 * token_bytes) as engine:
         await engine.open("a", prompt(128))
         with pytest.raises(CapacityError, match="raise kv_bytes"):
