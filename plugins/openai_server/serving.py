@@ -1,4 +1,4 @@
-"""A server process: engine, tiers, application and socket, opened in order and closed in reverse.
+"""A server process: address, engine, tiers and application, opened in order, closed in reverse.
 
 The first SIGTERM or SIGINT drains: no new requests, those under way end (or are cancelled after
 ``drain_seconds``), their KV is stored, the process ends. A second one does not wait.
@@ -18,6 +18,12 @@ from cacheflow.errors import ConfigError
 from cacheflow.metrics import PrometheusObserver, watch
 from cacheflow.plugins.openai_server.app import create_app
 from cacheflow.plugins.openai_server.connections import connections
+from cacheflow.plugins.openai_server.listening import (
+    addresses_of,
+    bound,
+    cannot_listen,
+    url_of,
+)
 from cacheflow.plugins.openai_server.metrics import ServerSeries
 from cacheflow.plugins.openai_server.service import Service
 from cacheflow.plugins.openai_server.settings import ServerSettings
@@ -27,6 +33,7 @@ from cacheflow.session import CacheFlow
 from cacheflow.settings import Settings
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Iterator, Mapping
     from pathlib import Path
 
@@ -57,8 +64,10 @@ async def serve(
         ConfigError: the model, a setting or the address cannot be used; says which and why.
     """
     options = ServerSettings(**(server or {}))
-    factory = cast("Any", await asyncio.to_thread(load_engine, engine))
+    addresses = await addresses_of(options.host, options.port)
     async with AsyncExitStack() as stack:
+        sockets = stack.enter_context(bound(options.host, options.port, addresses))
+        factory = cast("Any", await asyncio.to_thread(load_engine, engine))
         if model is None and not hasattr(factory, "small_model"):
             raise ConfigError(f"engine {engine!r} brings no model along: give --model")
         folder = model if model else cast("Path", await asyncio.to_thread(factory.small_model))
@@ -72,7 +81,7 @@ async def serve(
             _log.info("model %s; tiers: %s", name, tiers)
         else:
             _log.warning("model %s; no tier: what leaves memory is computed again (--store)", name)
-        await _listen(service)
+        await _listen(service, sockets)
 
 
 @asynccontextmanager
@@ -103,25 +112,30 @@ def _folder_name(model: Path) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours."""
+    """Signals are ours, and so may be the sockets."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            for each in sockets or ():  # here: of a loop not everyone hears that it failed
+                each.listen(self.config.backlog)
+        except OSError as error:  # somebody else listens where both had bound
+            raise cannot_listen(self.config.host, self.config.port, error) from None
+        await super().startup(sockets)
+        for each in sockets or ():  # of its own uvicorn tells
+            _log.info("running on %s", url_of(each))
 
-async def _listen(service: Service) -> None:
-    settings, server = service.settings, server_of(service)
+
+async def _listen(service: Service, sockets: list[socket.socket]) -> None:
+    server = server_of(service)
     stop = asyncio.Event()
     with _on_signals(stop, server):
         draining = asyncio.create_task(_drain(service, server, stop))
         try:
-            await server.serve()
-        except SystemExit:  # how uvicorn says that it cannot listen
-            raise ConfigError(
-                f"cannot listen on {settings.host}:{settings.port}: choose another port, or stop "
-                "what has it"
-            ) from None
+            await server.serve(sockets)
         finally:
             draining.cancel()
             await asyncio.wait([draining])
