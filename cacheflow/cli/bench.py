@@ -122,7 +122,7 @@ async def _bench(
     bench = Bench(Rig(engine, folder, tier), tokens)
     points = [Point(length, link) for length, link in wanted]
     lengths = list(dict.fromkeys(length for length, _ in wanted))
-    with progress() as bar:
+    with progress(in_lines=True) as bar:
         tiles = len(engine.grid.split(0, longest - SUFFIX_TOKENS))
         filling = bar.add_task("filling the store", total=tiles)
         await bench.fill(lambda: bar.advance(filling))

@@ -27,7 +27,7 @@ def explain(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Text, or JSON: token ids, or messages with role and content.",
+            help="Text, or JSON: token ids, messages, or a chat request with messages and tools.",
             **_FILE,
         ),
     ],

@@ -135,6 +135,18 @@ class _Reader:
         self.engine = engine
 
     def read(self, path: Path) -> list[int]:
+        """The tokens of a file, as many as a request may have."""
+        tokens, longest = self._tokens(path), self.engine.max_tokens
+        if not tokens:
+            raise ConfigError(f"{path} is empty: it holds no tokens to look for")
+        if len(tokens) > longest:
+            raise ConfigError(
+                f"{path} has {len(tokens)} tokens, more than the model's context of {longest}: no "
+                "request can have had them"
+            )
+        return tokens
+
+    def _tokens(self, path: Path) -> list[int]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -147,6 +159,7 @@ class _Reader:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}") from None
+        tools = value.get("tools") if isinstance(value, dict) else None
         value = value.get("messages", value) if isinstance(value, dict) else value
         if isinstance(value, list) and all(type(token) is int for token in value):
             return value
@@ -154,7 +167,7 @@ class _Reader:
             raise ConfigError(f"{path} holds neither token ids nor messages")
         if self.engine.chat is None:
             raise ConfigError(f"{path} holds messages, and the model has no chat template")
-        return list(self.engine.chat.render(value))
+        return list(self.engine.chat.render(value, tools))
 
     def text(self, tokens: Sequence[int]) -> str:
         if self.engine.tokenizer is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
 
 import typer
 import uvloop
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -49,12 +50,22 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def progress(*, in_bytes: bool = False) -> Progress:
-    """A progress bar on standard error that vanishes when done; silent when not a terminal."""
+class _Stages(Progress):
+    """Where there is no terminal to move a bar on, each task is a line as it begins."""
+
+    def add_task(self, description: str, *arguments: Any, **options: Any) -> TaskID:
+        if self.disable:
+            typer.echo(description, err=True)
+        return super().add_task(description, *arguments, **options)
+
+
+def progress(*, in_bytes: bool = False, in_lines: bool = False) -> Progress:
+    """A progress bar on standard error that vanishes when done; when that is no terminal, silent,
+    or ``in_lines``: one when a task begins, for what takes minutes."""
     columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
     speed = [TransferSpeedColumn()] if in_bytes else []
     console = Console(stderr=True)
-    return Progress(
+    return (_Stages if in_lines else Progress)(
         *columns,
         *speed,
         TimeRemainingColumn(),

@@ -108,7 +108,7 @@ async def _profile(
     try:
         costs = ComputeModel(*engine.layer_flops)
         channels = [Channel(tier, ChannelModel()) for tier in tiers]
-        with progress() as bar:
+        with progress(in_lines=True) as bar:
             tiles = await _compute(engine, tokens, costs, bar)
             for channel in channels:
                 await _channel(channel, engine, bar)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic import ByteSize
 from typer.testing import CliRunner
 
 from cacheflow.cli import app
+from cacheflow.cli.explain_run import _Reader
 from cacheflow.kv import chunk_keys, key_root
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.registry import load_backend
@@ -154,6 +156,24 @@ def test_another_prompt_tenant_or_model(
     assert "3 of another model" in explain(PROMPT)["why"][1]
 
 
+def test_a_chat_request_is_read_with_its_tools(tmp_path: Path) -> None:
+    """As the server renders it: tools are part of the prompt."""
+
+    class Chat:
+        def render(self, messages: list[Any], tools: list[Any] | None) -> list[int]:
+            return [len(messages), len(tools or ())]
+
+    path = tmp_path / "request.json"
+    talk = [{"role": "user", "content": "hi"}]
+    read = _Reader(SimpleNamespace(chat=Chat(), max_tokens=9)).read
+    for document, tokens in (
+        (talk, [1, 0]),
+        ({"messages": talk, "tools": [{"type": "function"}]}, [1, 1]),
+    ):
+        path.write_text(json.dumps(document))
+        assert read(path) == tokens
+
+
 def test_bad_prompts_are_refused(explain: Explain, tmp_path: Path, model_folder: Path) -> None:
     """What is no prompt, or no store, ends with a message that names it."""
     for content, says in (
@@ -161,6 +181,8 @@ def test_bad_prompts_are_refused(explain: Explain, tmp_path: Path, model_folder:
         (b"[" * 100_000, "is not JSON"),
         (b"\xff", "is not UTF-8 text"),
         (b'[1, "a"]', "neither token ids nor messages"),
+        (b"[]", "bad.json is empty: it holds no tokens"),
+        (json.dumps([1] * 2049).encode(), "has 2049 tokens, more than the model's context of 2048"),
     ):
         path = tmp_path / "bad.json"
         path.write_bytes(content)

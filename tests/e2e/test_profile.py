@@ -44,7 +44,10 @@ def profile(model: Path, *arguments: str, code: int = 0) -> Any:
 def test_everything_is_measured_and_kept(model_folder: Path, home: Path) -> None:
     """Tiles at several positions and widths, reads at several sizes and depths of each tier; the
     objects are gone afterwards, and the figures are kept for this model and these tiers."""
-    found = json.loads(profile(model_folder, "--tokens", "1024", "--json").stdout)
+    result = profile(model_folder, "--tokens", "1024", "--json")
+    stages = ["computing 1024 tokens", "reading tier memory", "reading tier disk"]
+    assert result.stderr.splitlines() == stages  # told as they begin, as this is no terminal
+    found = json.loads(result.stdout)
     tiles = found["compute"]["tiles"]
     assert {(tile["start"], tile["width"]) for tile in tiles} >= {
         *((0, 16), (0, 64), (0, 256)),
