@@ -7,7 +7,8 @@ cancels the request. Belongs to one event loop; does not know what a request is.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 from cacheflow.errors import ClosedError
 
@@ -55,12 +56,12 @@ class Flights:
     ) -> AsyncGenerator[T, None]:
         """The results as they come. The second part of a work is called when it has ended, one way
         or the other: done, failed, cancelled, never begun."""
-        arrived: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
+        arrived = _Arrived[T]()
         tasks = []
         for work, ended in works:
             task = self._start(work)
             task.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
-            task.add_done_callback(arrived.put_nowait)
+            task.add_done_callback(arrived.put)
             tasks.append(task)
         try:
             for _ in tasks:
@@ -98,3 +99,23 @@ class Flights:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # seen by whoever waits; of no interest to one who left
+
+
+class _Arrived(Generic[T]):
+    """Tasks in the order in which they ended, for one who waits: a queue with nothing else to it,
+    as there is one for each batch."""
+
+    def __init__(self) -> None:
+        self._tasks: deque[asyncio.Task[T]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, task: asyncio.Task[T]) -> None:
+        self._tasks.append(task)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> asyncio.Task[T]:
+        while not self._tasks:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._tasks.popleft()

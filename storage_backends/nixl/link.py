@@ -63,16 +63,20 @@ class NixlLink:
 
     async def _move(self, way: Way, pieces: Sequence[Piece], deadline: float) -> None:
         self._check(way, pieces)
-        for piece in pieces:
-            piece.buffer.hold.acquire()
         try:
-            async with asyncio.timeout(deadline):
-                await self._move_all(way, pieces)
+            if all(self._memory.is_registered(piece.buffer) for piece in pieces):
+                await self._move_ready(way, pieces, deadline)
+                return
+            for piece in pieces:
+                piece.buffer.hold.acquire()
+            try:
+                async with asyncio.timeout(deadline):
+                    await self._move_all(way, pieces)
+            finally:
+                for piece in pieces:
+                    piece.buffer.hold.release()
         except TimeoutError:
             raise self._error(way, f"not there after {deadline:.3g} s") from None
-        finally:
-            for piece in pieces:
-                piece.buffer.hold.release()
 
     def _check(self, way: Way, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -86,17 +90,32 @@ class NixlLink:
         if self._is_broken:
             raise self._error(way, "the connection broke")
 
+    async def _move_ready(self, way: Way, pieces: Sequence[Piece], deadline: float) -> None:
+        """All of it lies in registered memory: flights and a timer are enough.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
+        flights = self._all_direct(way, pieces)
+        timer = asyncio.get_running_loop().call_later(deadline, _late, flights)
+        try:
+            for _, done in flights:
+                self._judge(way, await done)
+        finally:
+            timer.cancel()
+            for flight, _ in flights:
+                self._reactor.withdraw(flight)
+
     async def _move_all(self, way: Way, pieces: Sequence[Piece]) -> None:
         """What lies in registered memory at once, in one flight a kind; then the rest by slab."""
         if any(self._is_strange_device(piece.buffer) for piece in pieces):
             # The thread does things in their order: what was to be registered before this is then.
             await self._reactor.call(lambda agent: None)
         rest: list[Piece] = []
-        ready: dict[MemoryKind, list[Piece]] = {}
+        ready: list[Piece] = []
         for piece in pieces:
-            is_ready = self._memory.is_registered(piece.buffer)
-            (ready.setdefault(piece.buffer.kind, []) if is_ready else rest).append(piece)
-        flights = [self._direct(way, kind, group) for kind, group in ready.items()]
+            (ready if self._memory.is_registered(piece.buffer) else rest).append(piece)
+        flights = self._all_direct(way, ready)
         try:
             for piece in rest:
                 await self._by_slab(way, piece)
@@ -108,6 +127,13 @@ class NixlLink:
 
     def _is_strange_device(self, buffer: Buffer) -> bool:
         return buffer.kind is MemoryKind.DEVICE and not self._memory.is_registered(buffer)
+
+    def _all_direct(self, way: Way, pieces: Sequence[Piece]) -> list[_Started]:
+        """A flight for each kind of memory among ``pieces``."""
+        kinds: dict[MemoryKind, list[Piece]] = {}
+        for piece in pieces:
+            kinds.setdefault(piece.buffer.kind, []).append(piece)
+        return [self._direct(way, kind, group) for kind, group in kinds.items()]
 
     def _direct(self, way: Way, kind: MemoryKind, group: Sequence[Piece]) -> _Started:
         sizes = [piece.buffer.nbytes for piece in group]
@@ -175,6 +201,8 @@ class NixlLink:
     def _judge(self, way: Way, error: BaseException | None) -> None:
         if error is None:
             return
+        if isinstance(error, TimeoutError):  # of ours: the transfer goes on
+            raise error
         self._is_broken = True
         if isinstance(error, BackendError):
             raise self._error(way, str(error.args[0])) from None
@@ -185,6 +213,12 @@ class NixlLink:
         return BackendError(
             f"NIXL: {what}", operation=operation, context=self._peer, is_temporary=True
         )
+
+
+def _late(flights: Sequence[_Started]) -> None:
+    """Whoever waits for them does so no longer."""
+    for _, done in flights:
+        _resolve(done, TimeoutError())
 
 
 def _resolve(done: _Done, error: BaseException | None) -> None:

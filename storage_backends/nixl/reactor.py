@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -50,7 +51,7 @@ class Reactor:
         self._arrived: deque[tuple[Flight, Exception | None]] = deque()
         """From the thread to the loop."""
         self._is_waking = False
-        self._traffic = Traffic(depth, self._arrive)
+        self._traffic = Traffic(depth, lambda *ended: self._arrived.append(ended))
         """The thread's, as is what follows."""
         self._is_stopping = False
         self._turn_since: float | None = None
@@ -203,12 +204,18 @@ class Reactor:
             order(agent)
         self._traffic.turn(agent)
         self._turn_since = None
+        if self._arrived:
+            self._wake()
 
-    def _arrive(self, flight: Flight, error: Exception | None) -> None:
-        self._arrived.append((flight, error))
+    def _wake(self) -> None:
+        """The loop hears of all that has ended in this turn."""
         if not self._is_waking:
             self._is_waking = True
             self._on_loop(self._deliver)
+        # In shared memory it was copied, for milliseconds and in the kernel, by this thread. Who
+        # woke up on this core meanwhile (the event loop's thread, say) would wait for the next
+        # tick, else.
+        os.sched_yield()
 
     def _tell(self, done: asyncio.Future[T], result: T | None, error: Exception | None) -> None:
         def tell() -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cacheflow.memory import InFlight
+from cacheflow.types import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from cacheflow.types import Buffer
 
 __all__ = ["Guard"]
 
@@ -33,7 +31,10 @@ class Guard:
         self._is_left = False
         for buffer in buffers:
             buffer.hold.acquire()
-        self.buffers = [replace(buffer, hold=self.hold) for buffer in buffers]
+        self.buffers = [
+            Buffer(buffer.address, buffer.nbytes, buffer.kind, buffer.view, self.hold)
+            for buffer in buffers
+        ]
         """The same memory, for a transport: under this guard's hold."""
         self.hold.when_idle(lambda: _release(buffers))
 
