@@ -6,9 +6,11 @@ or the caller's arguments say. Over gloo: an engine that wants NCCL beside it ma
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -20,20 +22,24 @@ from cacheflow.errors import ConfigError, PeerError
 from cacheflow.plugins.transformers.device import pick_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
     "Joined",
+    "abort_group",
     "check_alike",
-    "gloo_group",
+    "everyones",
+    "group_of",
     "join_ranks",
     "leave_ranks",
     "rank_device",
     "refuse_fast",
+    "whole_group",
 ]
 
 _MEETING: Final = "env://"
 _PLACE: Final = ("MASTER_ADDR", "MASTER_PORT")
+_BLOCKING_WAIT: Final = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +83,60 @@ def leave_ranks(joined: Joined, groups: Sequence[distributed.ProcessGroup] = ())
         distributed.destroy_process_group(group)
 
 
-def gloo_group(deadline: float) -> distributed.ProcessGroup:
-    """All ranks in a group of their own over gloo, whatever the program uses. Blocking.
+def whole_group(deadline: float, backend: str = "gloo") -> distributed.ProcessGroup:
+    """All ranks in a group of their own, as :func:`group_of`."""
+    group = group_of(None, deadline, backend)
+    assert group is not None, "all ranks are in it"
+    return group
+
+
+def group_of(
+    ranks: Sequence[int] | None, deadline: float, backend: str
+) -> distributed.ProcessGroup | None:
+    """Some ranks (None: all) in a group of their own, whatever the program uses; None on those
+    that are not among them. All ranks call it, in the same order. Blocking.
+
+    torch does not watch over it if it is over NCCL: it would end the process when a rank is gone or
+    late. Whoever waits for what it does has to, and calls :func:`abort_group`.
 
     Raises:
         PeerError: not all of them came.
     """
+    members, timeout = None if ranks is None else list(ranks), timedelta(seconds=deadline)
     try:
-        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
+        with _unwatched():
+            group = distributed.new_group(members, backend=backend, timeout=timeout)
     except RuntimeError as error:
         raise _absent(error, deadline) from error
-    assert isinstance(group, distributed.ProcessGroup), "all ranks are in it"
-    return group
+    return group if isinstance(group, distributed.ProcessGroup) else None
+
+
+def abort_group(group: distributed.ProcessGroup) -> threading.Thread:
+    """End what is on its way in a group over NCCL, on this side, so that the device is free; gloo
+    ends by itself. Returns at once: the thread that is at it may be waited for."""
+
+    def abort() -> None:
+        with contextlib.suppress(RuntimeError):  # it has been already
+            group.abort()
+
+    thread = threading.Thread(target=abort, name="cacheflow-abort", daemon=True)
+    thread.start()
+    return thread
+
+
+def everyones(group: distributed.ProcessGroup, mine: bytes, deadline: float) -> list[bytes]:
+    """What every rank gave, by rank; all give as much. Over gloo, blocking.
+
+    Raises:
+        PeerError: another rank is gone.
+    """
+    given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    said = [torch.empty_like(given) for _ in range(distributed.get_world_size(group))]
+    try:
+        distributed.all_gather(said, given, group=group)
+    except RuntimeError as error:
+        raise _absent(error, deadline) from error
+    return [each.numpy().tobytes() for each in said]
 
 
 def check_alike(
@@ -101,13 +149,9 @@ def check_alike(
         PeerError: another rank is gone.
     """
     text = json.dumps(identity, sort_keys=True).encode()
-    mine = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-    said = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
-    try:
-        distributed.all_gather(said, mine, group=group)
-    except RuntimeError as error:
-        raise _absent(error, deadline) from error
-    others = [rank for rank, theirs in enumerate(said) if not torch.equal(theirs, mine)]
+    mine = hashlib.sha256(text).digest()
+    said = everyones(group, mine, deadline)
+    others = [rank for rank, theirs in enumerate(said) if theirs != mine]
     if others:
         raise ConfigError(
             f"this rank's model is not that of ranks {', '.join(map(str, others))}: give all ranks "
@@ -120,6 +164,20 @@ def rank_device(name: str) -> torch.device:
     if name == "auto" and torch.cuda.is_available():
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return pick_device(name)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """torch starts no watchdog for groups that are made inside: it reads this when it makes one."""
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def _number(name: str, given: int | None, known: Callable[[], int] | bool) -> int:

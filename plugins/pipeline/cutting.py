@@ -11,25 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cacheflow.plugins.transformers.check import check_walk
-from cacheflow.plugins.transformers.device import fast_dtype
 from cacheflow.plugins.transformers.engine import TransformersEngine
-from cacheflow.plugins.transformers.opening import load_parts, streams_of
+from cacheflow.plugins.transformers.opening import streams_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cacheflow.types import KVLayout, Shard, TileGrid
+    from cacheflow.plugins.transformers.opening import Options
+    from cacheflow.types import Shard
 
 __all__ = ["keep_layers", "load_checked"]
 
 
 async def load_checked(
-    model: str | Path,
-    dtype: str,
-    device: torch.device,
-    chunk_tokens: int,
-    grid: TileGrid,
-    threads: int,
+    model: str | Path, options: Options, device: torch.device
 ) -> tuple[Any, dict[str, Any]]:
     """The whole model on the CPU, in the dtype that suits ``device``, and what follows from it.
 
@@ -37,17 +32,9 @@ async def load_checked(
         ConfigError: walking its layers does not give what the model gives, or as for one process.
     """
     host = torch.device("cpu")
-    chosen = fast_dtype(device) if dtype == "auto" else dtype
-    loaded, parts = await asyncio.to_thread(load_parts, model, chosen, host, chunk_tokens)
-    layout: KVLayout = parts["layout"]
-    whole = TransformersEngine(
-        loaded,
-        grid=grid,
-        kv_bytes=grid.tile(0).width * layout.token_bytes,
-        threads=threads,
-        streams=streams_of(host),
-        **parts,
-    )
+    loaded, parts = await asyncio.to_thread(options.load, model, device, onto=host)
+    a_tile = options.grid.tile(0).width * parts["layout"].token_bytes
+    whole = TransformersEngine(loaded, streams=streams_of(host), **{**parts, "kv_bytes": a_tile})
     try:
         await check_walk(whole, loaded)
     finally:

@@ -17,30 +17,21 @@ from cacheflow.errors import ConfigError, PeerError
 from cacheflow.kv import boundary_shard
 from cacheflow.plugins.pipeline.cutting import keep_layers, load_checked
 from cacheflow.plugins.pipeline.links import Message
+from cacheflow.plugins.pipeline.meeting import Meeting
 from cacheflow.plugins.pipeline.talk import Talk
-from cacheflow.plugins.ranks import (
-    check_alike,
-    gloo_group,
-    join_ranks,
-    leave_ranks,
-    rank_device,
-    refuse_fast,
-)
+from cacheflow.plugins.ranks import join_ranks, leave_ranks, rank_device, refuse_fast
 from cacheflow.plugins.transformers.copies import elements
 from cacheflow.plugins.transformers.engine import TransformersEngine
-from cacheflow.plugins.transformers.opening import check_options, streams_of
+from cacheflow.plugins.transformers.opening import Options, streams_of
 from cacheflow.plugins.transformers.pages import Paused
-from cacheflow.tasks import all_or_nothing
+from cacheflow.tasks import all_or_nothing, to_the_end
 from cacheflow.types import Agreement, TileGrid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from torch import distributed
-
     from cacheflow.abc import StageListener
-    from cacheflow.plugins.ranks import Joined
     from cacheflow.plugins.transformers.request import OpenRequest
     from cacheflow.types import Sampling, Shard, StagedPart, Tile
 
@@ -54,23 +45,19 @@ class PipelineEngine(TransformersEngine):
         self,
         model: Any,
         *,
-        joined: Joined,
-        group: distributed.ProcessGroup,
-        deadline: float,
+        meeting: Meeting,
         **parts: Any,
     ) -> None:
         super().__init__(model, **parts)
-        self._joined = joined
-        self._group = group
-        self.rank = rank = joined.rank
-        self.num_stages = group.size()
+        self._meeting = meeting
+        self.rank = rank = meeting.joined.rank
+        self.num_stages = meeting.joined.count
         self.is_last = rank == self.num_stages - 1
         self.boundary = self._boundary(model.config.hidden_size, model.dtype) if rank else None
         self._device = next(model.parameters()).device
         self._listener: StageListener | None = None
         self._unheard: list[Message] = []
-        self._talk = Talk(rank, group, deadline, self._told, self._failed, self._left)
-        self._deadline = deadline
+        self._talk = Talk(meeting, self._told, self._failed, self._left)
 
     def _boundary(self, hidden_size: int, dtype: torch.dtype) -> Shard:
         name = str(dtype).removeprefix("torch.")
@@ -105,34 +92,27 @@ class PipelineEngine(TransformersEngine):
                 ranks there are, or others have another model.
             PeerError: other ranks did not come.
         """
-        where, grid = rank_device(device), grid or TileGrid()
+        where = rank_device(device)
         refuse_fast(fast, "pipeline")
-        check_options(grid, chunk_tokens, threads, kv_bytes)
-        loaded, parts = await load_checked(model, dtype, where, chunk_tokens, grid, threads)
+        options = Options(dtype, threads, kv_bytes, chunk_tokens, grid or TileGrid())
+        loaded, parts = await load_checked(model, options, where)
         joining = asyncio.to_thread(join_ranks, rank, ranks, init_method, deadline)
         joined = await all_or_nothing(joining, lambda made: asyncio.to_thread(leave_ranks, made))
         try:
             shard = cut_layout(parts["layout"], stages=joined.count)[joined.rank][0]
             await asyncio.to_thread(keep_layers, loaded, shard, where)
-            group = await all_or_nothing(
-                asyncio.to_thread(gloo_group, deadline),
-                lambda made: asyncio.to_thread(torch.distributed.destroy_process_group, made),
+            streams = streams_of(where)
+            opening = asyncio.to_thread(
+                Meeting.open, joined, parts["identity"], where, streams, deadline
             )
-            await asyncio.to_thread(check_alike, group, parts["identity"], deadline)
-            return cls(
-                loaded,
-                joined=joined,
-                group=group,
-                deadline=deadline,
-                grid=grid,
-                kv_bytes=kv_bytes,
-                threads=threads,
-                streams=streams_of(where),
-                shard=shard,
-                **parts,
-            )
+            meeting = await all_or_nothing(opening, lambda made: asyncio.to_thread(made.close))
         except BaseException:  # cancelled as well: the next attempt begins anew
             leave_ranks(joined)
+            raise
+        try:
+            return cls(loaded, meeting=meeting, shard=shard, streams=streams, **parts)
+        except BaseException:
+            await to_the_end(asyncio.to_thread(meeting.close))
             raise
 
     # -- cacheflow.abc.Staged --------------------------------------------------------------------
@@ -158,11 +138,12 @@ class PipelineEngine(TransformersEngine):
         """See :meth:`cacheflow.abc.Staged.agree`: up through the stages, and down again."""
         mine = {"stored": stored, "same": list(same), "lacks": list(lacks), "took": [took]}
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self._meeting.deadline):
                 return await self._agree(request_id, f"{request_id}\0", mine)
         except TimeoutError:
+            within = f"{self._meeting.deadline:g} s"
             raise PeerError(
-                f"request {request_id!r}: not all stages were asked for it in {self._deadline:g} s"
+                f"request {request_id!r}: not all stages were asked for it in {within}"
             ) from None
 
     async def _agree(self, request_id: str, key: str, mine: dict[str, Any]) -> Agreement:
@@ -211,11 +192,13 @@ class PipelineEngine(TransformersEngine):
         request = self._requests.get(request_id)
 
         def work() -> None:
-            for part in parts:
-                token = part.chunk * self.layout.chunk_tokens
-                start = self.grid.start(self.grid.index_at(token))
-                at, rows = token - start, self._activation(part)
-                rows.copy_(request.inputs[start][at : at + len(rows)])
+            with self._streams.copy():
+                for part in parts:
+                    token = part.chunk * self.layout.chunk_tokens
+                    start = self.grid.start(self.grid.index_at(token))
+                    at, rows = token - start, self._activation(part)
+                    rows.copy_(request.inputs[start][at : at + len(rows)], non_blocking=True)
+                self._streams.mark().synchronize()
 
         await self._on(self._copy, [request], work)
 
@@ -232,9 +215,8 @@ class PipelineEngine(TransformersEngine):
         """See :meth:`cacheflow.abc.Staged.hand_over`."""
         request = self._requests.get(request_id)
         output = request.page_at(start).paused.pop(start)
-        hidden = await self._on(self._copy, [request], lambda: self._to_host(output.hidden[0]))
         body = {"request": request_id, "start": start}
-        self._talk.forward(Message("hidden", body, hidden))
+        self._talk.forward(Message("hidden", body, output.hidden[0]))
 
     def demand(self, request_id: str, start: int, *, again: bool) -> None:
         """See :meth:`cacheflow.abc.Staged.demand`."""
@@ -266,11 +248,14 @@ class PipelineEngine(TransformersEngine):
             fed = (await self._talk.receive("step", request_ids[0], key)).tensor
 
         def work() -> tuple[torch.Tensor, list[int] | None]:
-            embedded = self._walker.embed(tokens) if fed is None else fed.to(self._device)
+            embedded = self._walker.embed(tokens) if fed is None else fed
             out = self._walker.last_logits if self.is_last else _hidden
             before, together = embedded.unsqueeze(1), self.decodes_together
             made = self._walker.rows(requests, before, positions, out, together=together)
-            return (made, made.argmax(-1).tolist()) if self.is_last else (made.cpu(), None)
+            if self.is_last:
+                return made, made.argmax(-1).tolist()
+            self._streams.mark().synchronize()  # it is sent from another stream
+            return made, None
 
         hidden, own = await self._decode(requests, positions, work)
         if not self.is_last:
@@ -302,7 +287,7 @@ class PipelineEngine(TransformersEngine):
             await self._talk.aclose()
         finally:
             await super().aclose()
-            await asyncio.to_thread(leave_ranks, self._joined, [self._group])
+            await asyncio.to_thread(self._meeting.close)
 
     # -- what neighbours say -------------------------------------------------------------------
 
@@ -333,29 +318,35 @@ class PipelineEngine(TransformersEngine):
         """What the stage before computed becomes the hidden state at layer 0."""
         if request_id not in self._requests or hidden is None:
             return  # it was closed meanwhile
+        assert self._listener is not None, "somebody listens by now"
         request = self._requests.get(request_id)
         page = request.page_at(start)
+        page.paused[start] = Paused(hidden.unsqueeze(0), 0)
         if start == page.start and len(hidden) == page.width:
             request.inputs[start] = hidden
+            if hidden.device.type != "cpu":
+                self._keep_on_host(request, start, hidden)
+        self._listener.fed(request_id, start)
 
-        def work() -> None:
+    def _keep_on_host(self, request: OpenRequest, start: int, hidden: torch.Tensor) -> None:
+        """What may be stored later is not to take the device's memory until then."""
+
+        def work() -> torch.Tensor:
             with self._streams.copy():
-                placed = hidden.unsqueeze(0).to(self._device)
-                self._streams.hand_to_compute(placed)
+                kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+                kept.copy_(hidden, non_blocking=True)
                 self._streams.mark().synchronize()
-            page.paused[start] = Paused(placed, 0)
+            return kept
+
+        def ended(running: asyncio.Future[torch.Tensor]) -> None:
+            request.busy.discard(running)
+            failed = running.cancelled() or running.exception() is not None
+            if not failed and request.inputs.get(start) is hidden:
+                request.inputs[start] = running.result()
 
         running = self._copy.submit(work)
         request.busy.add(running)
-        running.add_done_callback(request.busy.discard)
-        running.add_done_callback(lambda done: self._taken_in(request, start, done))
-
-    def _taken_in(self, request: OpenRequest, start: int, done: asyncio.Future[None]) -> None:
-        assert self._listener is not None, "somebody listened when it came"
-        if done.cancelled() or done.exception() is not None:
-            self._talk.give_up(request.id, f"its hidden state was not taken in: {done}")
-        else:
-            self._listener.fed(request.id, start)
+        running.add_done_callback(ended)
 
     def _room(self, tokens: int) -> torch.Tensor:
         size = self._model.config.hidden_size
@@ -366,9 +357,6 @@ class PipelineEngine(TransformersEngine):
         tokens, size = self.layout.chunk_tokens, self._model.config.hidden_size
         flat = elements(part.view, self._model.dtype)
         return flat[: tokens * size].view(tokens, size)
-
-    def _to_host(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.cpu().contiguous()
 
 
 def _hidden(hidden: torch.Tensor) -> torch.Tensor:

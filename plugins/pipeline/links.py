@@ -1,10 +1,11 @@
 """Messages between neighbouring ranks over torch.distributed, with nobody ever waited for in vain.
 
 A link has one thread that sends and one that receives; messages are a JSON body and perhaps a
-tensor, in order. A rank with nothing to say pings, so a neighbour that is silent for ``deadline``
-seconds is as dead as one whose connection broke. One that says goodbye is not: all it had to say
-has come by then. It is answered with a goodbye, and nothing that it does afterwards is an error.
-Knows nothing of what is said.
+tensor, in order. A tensor goes the carrier's way, behind its message, on the same threads. A rank
+with nothing to say pings, so a neighbour that is silent for ``deadline`` seconds is as dead as one
+whose connection broke. One that says goodbye is not: all it had to say has come by then. It is
+answered with a goodbye, and nothing that it does afterwards is an error. Knows nothing of what is
+said.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from torch import distributed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cacheflow.plugins.pipeline.carrier import Carrier
+
 __all__ = ["Link", "Message"]
 
 _HEADER: Final = 3
 """int64s: format, bytes of the body, bytes of the tensor."""
-_FORMAT: Final = 0x0CAC4E01
+_FORMAT: Final = 0x0CAC4E02
 _PING: Final = "ping"
 _BYE: Final = "bye"
 _PINGS: Final = 4
@@ -39,7 +42,7 @@ _MOST_TENSOR: Final = 1 << 34
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """``tensor`` is on the CPU and contiguous, and not changed by anybody any more."""
+    """``tensor`` is on the stage's device, computed, and not changed any more."""
 
     kind: str
     body: dict[str, Any] = field(default_factory=dict)
@@ -47,13 +50,15 @@ class Message:
 
 
 class Link:
-    """This rank's line to ``peer``, in a group over gloo. On the event loop it calls ``heard``;
-    ``left``, if the peer said goodbye first, after all that was heard; or ``broken``."""
+    """This rank's line to ``peer``, in a group over gloo; tensors are sent or received, one of the
+    two, by ``carrier``. On the event loop it calls ``heard``; ``left``, if the peer said goodbye
+    first, after all that was heard; or ``broken``."""
 
     def __init__(
         self,
         peer: int,
         group: distributed.ProcessGroup,
+        carrier: Carrier,
         deadline: float,
         heard: Callable[[Link, Message], None],
         left: Callable[[Link], None],
@@ -61,6 +66,7 @@ class Link:
     ) -> None:
         self.peer = peer
         self._group = group
+        self._carrier = carrier
         self._deadline = deadline
         self._heard = heard
         self._left = left
@@ -90,6 +96,8 @@ class Link:
 
     def _send_all(self) -> None:
         try:
+            if self._carrier.sends:
+                self._carrier.connect()
             while True:
                 try:
                     message = self._outgoing.get(timeout=self._deadline / _PINGS)
@@ -99,6 +107,7 @@ class Link:
                 if message.kind == _BYE:
                     return
         except Exception as error:  # whatever torch raises: the peer cannot be reached any more
+            self._carrier.abort()
             if not self._parted:
                 self._tell(self._broken, error)
 
@@ -112,11 +121,13 @@ class Link:
         distributed.send(header, self.peer, self._group)
         said = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         distributed.send(said, self.peer, self._group)
-        if tensor is not None and nbytes:
-            distributed.send(tensor.view(torch.uint8).flatten(), self.peer, self._group)
+        if tensor is not None:
+            self._carrier.send(tensor)
 
     def _receive_all(self) -> None:
         try:
+            if not self._carrier.sends:
+                self._carrier.connect()
             while True:
                 message = self._receive()
                 if message.kind == _BYE:
@@ -128,6 +139,7 @@ class Link:
                 if message.kind != _PING:
                     self._tell(self._heard, message)
         except Exception as error:  # whatever torch raises: the peer is gone, or silent
+            self._carrier.abort()
             self._tell(self._broken, error)
 
     def _receive(self) -> Message:
@@ -142,10 +154,7 @@ class Link:
         if "dtype" not in body:
             return Message(kind, body)
         dtype: torch.dtype = getattr(torch, body.pop("dtype"))
-        tensor = torch.empty(body.pop("shape"), dtype=dtype)
-        if nbytes:
-            distributed.recv(tensor.view(torch.uint8).flatten(), self.peer, self._group)
-        return Message(kind, body, tensor)
+        return Message(kind, body, self._carrier.receive(body.pop("shape"), dtype))
 
     def _tell(self, callback: Callable[..., None], *what: object) -> None:
         # The loop may be gone: then nobody wants to know.

@@ -18,7 +18,7 @@ from cacheflow.plugins.pipeline.links import Link, Message
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import distributed
+    from cacheflow.plugins.pipeline.meeting import Meeting
 
 __all__ = ["Talk"]
 
@@ -39,14 +39,12 @@ class Talk:
 
     def __init__(
         self,
-        rank: int,
-        group: distributed.ProcessGroup,
-        deadline: float,
+        meeting: Meeting,
         told: Callable[[Message], bool],
         failed: Callable[[str | None, PeerError], None],
         left: Callable[[PeerError, bool], None],
     ) -> None:
-        self.rank = rank
+        self.rank = rank = meeting.joined.rank
         self.broken: PeerError | None = None
         self._told = told
         self._failed = failed
@@ -56,9 +54,11 @@ class Talk:
         self._given_up: OrderedDict[str, PeerError] = OrderedDict()
         self._parted: dict[bool, PeerError] = {}
         """Of the stage behind (True) and the one before (False), if it has said goodbye."""
-        common = (group, deadline, self._heard, self._said_goodbye, self._lost)
-        self._before = Link(rank - 1, *common) if rank else None
-        self._behind = None if rank == group.size() - 1 else Link(rank + 1, *common)
+        group, carriers = meeting.group, meeting.carriers
+        common = (meeting.deadline, self._heard, self._said_goodbye, self._lost)
+        before, behind = carriers.before, carriers.behind
+        self._before = None if before is None else Link(rank - 1, group, before, *common)
+        self._behind = None if behind is None else Link(rank + 1, group, behind, *common)
 
     def forward(self, message: Message) -> None:
         """To the stage behind, if there is one."""

@@ -20,9 +20,8 @@ from cacheflow.plugins.tensor_parallel.conductor import Conductor
 from cacheflow.plugins.tensor_parallel.cut import cut_model
 from cacheflow.plugins.tensor_parallel.group import Group
 from cacheflow.plugins.transformers.check import check_walk
-from cacheflow.plugins.transformers.device import fast_dtype
 from cacheflow.plugins.transformers.engine import TransformersEngine
-from cacheflow.plugins.transformers.opening import check_options, load_parts, streams_of
+from cacheflow.plugins.transformers.opening import Options, streams_of
 from cacheflow.tasks import all_or_nothing, to_the_end
 from cacheflow.types import Claim, ComputeBatch, ComputeDone, TileGrid, TileWork
 
@@ -94,27 +93,17 @@ class TensorParallelEngine(TransformersEngine):
                 nothing says which ranks there are, or others have another model.
             PeerError: other ranks did not come, or are gone.
         """
-        where, grid = rank_device(device), grid or TileGrid()
+        where, host = rank_device(device), torch.device("cpu")
         refuse_fast(fast, "tensor-parallel")
-        check_options(grid, chunk_tokens, threads, kv_bytes)
-        chosen = fast_dtype(where) if dtype == "auto" else dtype
-        host = torch.device("cpu")
-        loaded, parts = await asyncio.to_thread(load_parts, model, chosen, host, chunk_tokens)
+        options = Options(dtype, threads, kv_bytes, chunk_tokens, grid or TileGrid())
+        loaded, parts = await asyncio.to_thread(options.load, model, where, onto=host)
         meeting = asyncio.to_thread(Group.open, where, deadline, rank, ranks, init_method)
         group = await all_or_nothing(meeting, _left)
         try:
             await asyncio.to_thread(group.check_alike, parts["identity"])
             whole = await asyncio.to_thread(_cut, loaded, group, where)
-            engine = cls(
-                loaded,
-                group=group,
-                deadline=deadline,
-                grid=grid,
-                kv_bytes=kv_bytes,
-                threads=threads,
-                streams=streams_of(where),
-                **parts,
-            )
+            streams = streams_of(where)
+            engine = cls(loaded, group=group, deadline=deadline, streams=streams, **parts)
         except BaseException:  # cancelled as well: the next attempt begins anew
             await to_the_end(_left(group))
             raise

@@ -21,7 +21,7 @@ from cacheflow.plugins.transformers.copies import Copies, copies_in, copies_out,
 from cacheflow.plugins.transformers.device import device_kind, pick_device
 from cacheflow.plugins.transformers.lanes import Gathered, Lane, Streams
 from cacheflow.plugins.transformers.model import layer_flops
-from cacheflow.plugins.transformers.opening import check_options, load_parts, streams_of
+from cacheflow.plugins.transformers.opening import Options, streams_of
 from cacheflow.plugins.transformers.packed import PACK_TOKENS, walk_packed
 from cacheflow.plugins.transformers.pages import PagePool
 from cacheflow.plugins.transformers.sampling import choose, draw
@@ -135,13 +135,10 @@ class TransformersEngine:
         """
         where = pick_device(device)
         grid = grid or (TileGrid((), chunk_tokens) if fast else TileGrid())
-        check_options(grid, chunk_tokens, threads, kv_bytes)
-        loaded, named = await asyncio.to_thread(load_parts, model, dtype, where, chunk_tokens)
-        streams = streams_of(where)
-        named["pack_tokens"] = max(PACK_TOKENS, grid.tail) if fast else 0
-        engine = cls(
-            loaded, grid=grid, kv_bytes=kv_bytes, threads=threads, streams=streams, **named
-        )
+        options = Options(dtype, threads, kv_bytes, chunk_tokens, grid)
+        loaded, parts = await asyncio.to_thread(options.load, model, where)
+        pack_tokens = max(PACK_TOKENS, grid.tail) if fast else 0
+        engine = cls(loaded, streams=streams_of(where), pack_tokens=pack_tokens, **parts)
         try:
             await check_walk(engine, loaded)
         except BaseException:  # cancelled as well: its threads must not stay

@@ -52,6 +52,10 @@ class Streams(Protocol):
         """Work inside is enqueued on the copy stream."""
         ...
 
+    def side(self) -> Callable[[], AbstractContextManager[object]]:
+        """A further stream of one's own: work inside what it returns is enqueued there."""
+        ...
+
     def mark(self) -> Mark:
         """A mark at the end of the current stream."""
         ...
@@ -95,6 +99,9 @@ class CpuStreams:
 
     def copy(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
+
+    def side(self) -> Callable[[], AbstractContextManager[object]]:
+        return contextlib.nullcontext
 
     def mark(self) -> Mark:
         return _Passed()
@@ -141,6 +148,10 @@ class CudaStreams:
 
     def copy(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._copy)
+
+    def side(self) -> Callable[[], AbstractContextManager[object]]:
+        stream = torch.cuda.Stream(self._device)
+        return lambda: torch.cuda.stream(stream)
 
     def mark(self) -> Mark:
         return _CudaMark(torch.cuda.current_stream(self._device))

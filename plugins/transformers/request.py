@@ -32,7 +32,7 @@ class OpenRequest:
     segments: list[Segment] = field(default_factory=list)
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of a pipeline stage: what whole tiles began with as the stage before sent it, by first token:
-    ``[width, hidden]`` on the CPU."""
+    ``[width, hidden]``, on the host as soon as it has been copied there."""
     busy: set[asyncio.Future[Any]] = field(default_factory=set)
     """Work on the lanes that still touches the pages."""
     packs: bool = False

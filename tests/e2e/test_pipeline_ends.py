@@ -33,6 +33,12 @@ async def wait_to_be_killed(seat: Seat, folder: str, when: str, deadline: float)
         if when == "loading":
             rank.store.before_read = tell
             turn = rank.turn("load")
+        elif when == "carrying":
+            if seat.rank == 1:
+                _stop_in_the_middle(seat, rank.engine._meeting.carriers.before)
+            else:
+                seat.say("busy")
+            turn = rank.turn("recompute")
         elif seat.rank == 0:
             seat.say("busy")
             turn = rank.turn("recompute")
@@ -57,9 +63,21 @@ async def wait_to_be_killed(seat: Seat, folder: str, when: str, deadline: float)
     return found
 
 
+def _stop_in_the_middle(seat: Seat, carrier: Any) -> None:
+    """The next hidden state that is announced is never taken."""
+    import time
+
+    def receive(shape: object, dtype: object) -> None:
+        seat.say("busy")
+        time.sleep(3600.0)
+
+    carrier.receive = receive
+
+
 @pytest.mark.parametrize(
     ("stages", "victim", "when", "frozen"),
     [
+        (3, 1, "carrying", False),
         (2, 1, "loading", False),
         (4, 1, "agreeing", False),
         (4, 3, "loading", False),
@@ -69,9 +87,9 @@ async def wait_to_be_killed(seat: Seat, folder: str, when: str, deadline: float)
 def test_a_killed_rank_is_an_error_everywhere(
     stages_folder: Path, stages: int, victim: int, when: str, *, frozen: bool
 ) -> None:
-    """kill -9 of one rank, in the middle of loads or before stages agree, or one that stands still:
-    every other rank raises an error that names it, within the deadline, then again at once; no
-    hang, nothing left behind, the stores as they were."""
+    """kill -9 of one rank, in the middle of loads, of a hidden state that it is sent, or before
+    stages agree, or one that stands still: every other rank raises an error that names it, within
+    the deadline, then again at once; no hang, nothing left behind, the stores as they were."""
     deadline = 6.0 if frozen else 20.0
     with Ranks(
         stages, wait_to_be_killed, str(stages_folder), when, deadline, deadline=90.0

@@ -1,4 +1,4 @@
-"""Two stages as two processes on one device: what a single process computes, bit for bit."""
+"""Two stages as two processes, on one device or one each: what a single process computes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,19 @@ async def turns(engine: Any, policies: list[str]) -> list[tuple[list[int], list[
     return made
 
 
-async def rank_restores(seat: Seat, folder: str, device: str) -> list[tuple[list[int], list[Any]]]:
+async def rank_restores(
+    seat: Seat, folder: str, devices: list[str], backend: str
+) -> list[tuple[list[int], list[Any]]]:
     from cacheflow.plugins.pipeline import PipelineEngine
 
     where = {"rank": seat.rank, "ranks": seat.count, "init_method": seat.init_method}
-    engine = await PipelineEngine.open_model(folder, **{**options(device), **where})
+    mine = options(devices[seat.rank])
+    engine = await PipelineEngine.open_model(folder, **{**mine, **where})
     try:
+        carriers = engine._meeting.carriers
+        carrier = carriers.before or carriers.behind
+        assert carrier is not None, "there are two stages"
+        assert carrier.backend == backend
         return await turns(engine, ["recompute", "load", "recompute", "adaptive"])
     finally:
         await engine.aclose()
@@ -69,16 +76,24 @@ async def alone(folder: Path, device: str) -> tuple[list[int], list[Any]]:
         await engine.aclose()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_stages_on_one_device_are_bit_exact(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize(
+    ("devices", "backend"),
+    [
+        (["cpu", "cpu"], "gloo"),
+        (["cuda:0", "cuda:0"], "gloo"),
+        (["cuda:0", "cuda:1"], "nccl"),
+    ],
+)
+def test_stages_are_bit_exact(tmp_path: Path, devices: list[str], backend: str) -> None:
     """Cold, loaded, from activations, and both at once: on each rank the single process's KV in its
-    own layers, and its tokens."""
-    if device != "cpu" and not torch.cuda.is_available():
-        pytest.skip("CUDA: no device here")
+    own layers, and its tokens. NCCL carries where each rank has a device of its own."""
+    needed = len({device for device in devices if device != "cpu"})
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"CUDA: it takes {needed} devices")
     folder = save_tiny_llama(tmp_path / "model", num_key_value_heads=6)
-    tokens, kv = asyncio.run(alone(folder, device))
+    tokens, kv = asyncio.run(alone(folder, devices[0]))
     halves = kv[: len(kv) // 2], kv[len(kv) // 2 :]
-    ranks = run_ranks(2, rank_restores, str(folder), device, deadline=100.0)
+    ranks = run_ranks(2, rank_restores, str(folder), devices, backend, deadline=100.0)
     for rank, half in zip(ranks, halves, strict=True):
         assert len(rank) == 4
         for found, parts in rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from cacheflow.errors import ConfigError, PeerError
 from cacheflow.plugins.pipeline import PipelineEngine
-from cacheflow.plugins.ranks import join_ranks, rank_device
+from cacheflow.plugins.ranks import group_of, join_ranks, rank_device
 from cacheflow.plugins.tensor_parallel import TensorParallelEngine
 from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.testing.processes import run_ranks
@@ -187,6 +188,7 @@ async def cancelled_opens(seat: Seat, folder: str, joins: bool) -> list[list[Any
     from torch import distributed
 
     from cacheflow.plugins.pipeline import engine as pipeline
+    from cacheflow.plugins.pipeline.meeting import Meeting
     from cacheflow.plugins.tensor_parallel import engine as tensor
     from cacheflow.plugins.tensor_parallel.group import Group
 
@@ -194,7 +196,7 @@ async def cancelled_opens(seat: Seat, folder: str, joins: bool) -> list[list[Any
         distributed.init_process_group("gloo", init_method=seat.init_method, rank=0, world_size=1)
     steps: list[tuple[Any, Any, str]] = [
         (PipelineEngine, pipeline, "join_ranks"),
-        (PipelineEngine, pipeline, "gloo_group"),
+        (PipelineEngine, Meeting, "open"),
         (TensorParallelEngine, Group, "open"),
         (TensorParallelEngine, tensor, "_cut"),
     ]
@@ -236,3 +238,23 @@ def test_each_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_device("cuda:0") == torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert rank_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_groups_have_no_watchdog(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """torch reads the variable when a group is made; what the program has set is put back, also if
+    none could be made."""
+    name, found = "TORCH_NCCL_BLOCKING_WAIT", []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+
+    def new_group(*_: object, **named: object) -> None:
+        found.append((os.environ.get(name), named["backend"]))
+        raise RuntimeError("nobody is there")
+
+    monkeypatch.setattr("torch.distributed.new_group", new_group)
+    with pytest.raises(PeerError, match="nobody is there"):
+        group_of([0, 1], 1.0, "nccl")
+    assert found == [("1", "nccl")]
+    assert os.environ.get(name) == before
