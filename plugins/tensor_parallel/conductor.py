@@ -300,7 +300,8 @@ class Conductor(Lane):
         """``work``, which all ranks do. If it breaks off here, the others may be in the middle of
         it: nothing that is exchanged after that would mean the same to all."""
         try:
-            return work()
+            made = work()
+            self._group.check()
         except PeerError as error:
             if self._group.broken:  # else it is something that all ranks raise
                 self._failed = error
@@ -308,6 +309,7 @@ class Conductor(Lane):
         except Exception as error:  # whatever it is, the others may be in the middle of it
             self._failed = error
             raise
+        return made
 
     def _rest(self, decision: Decision) -> None:
         """Go on at once where something was decided, else a little later each time."""

@@ -8,19 +8,28 @@ thread each. A rank that died, or does not come in time, is an error here on eve
 from __future__ import annotations
 
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 import torch.distributed as dist
 
 from cacheflow.errors import PeerError
-from cacheflow.plugins.ranks import Joined, check_alike, join_ranks, leave_ranks
+from cacheflow.plugins.ranks import (
+    Joined,
+    abort_group,
+    check_alike,
+    join_ranks,
+    leave_ranks,
+    whole_group,
+)
+from cacheflow.plugins.tensor_parallel.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 __all__ = ["Group"]
+
+_ABORT_SECONDS: Final = 5.0
 
 
 class Group:
@@ -33,13 +42,12 @@ class Group:
         self.broken = False
         """Whether an exchange has failed: the ranks are not in step any more."""
         self._is_closed = False
-        timeout = timedelta(seconds=deadline)
-        self._words = dist.new_group(backend="gloo", timeout=timeout)
-        self._sums = (
-            dist.new_group(backend="nccl", timeout=timeout)
-            if device.type == "cuda"
-            else self._words
-        )
+        self._overdue: Exception | None = None
+        self._words = self._sums = whole_group(deadline)
+        self._watch: Watch | None = None
+        if device.type == "cuda":
+            self._sums = whole_group(deadline, "nccl")
+            self._watch = Watch(deadline, self._give_up)
 
     @classmethod
     def open(
@@ -53,8 +61,7 @@ class Group:
         """See :func:`cacheflow.plugins.ranks.join_ranks`, which says what is raised. Blocking."""
         joined = join_ranks(rank, ranks, init_method, deadline)
         try:
-            with _told("while they were gathering", deadline):
-                return cls(device, deadline, joined)
+            return cls(device, deadline, joined)
         except BaseException:
             leave_ranks(joined)
             raise
@@ -82,10 +89,27 @@ class Group:
         return [each[:length] for each, length in zip(padded, lengths, strict=True)]
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
-        """``partial`` becomes the sum over all ranks, the same bits on each."""
+        """``partial`` becomes the sum over all ranks, the same bits on each. On a GPU: once the
+        current stream has come there; see :meth:`check`."""
         with self._noted("in the middle of a layer"):
-            dist.all_reduce(partial, group=self._sums)
+            work = dist.all_reduce(partial, group=self._sums, async_op=True)
+            assert work is not None, "this rank is in the group"
+            if self._watch is None:
+                work.wait()
+            else:
+                work.synchronize()
+                self._watch.follow(work)
         return partial
+
+    def check(self) -> None:
+        """Whether what the device has passed by now was added up: raise PeerError if not."""
+        if self._overdue is not None:
+            with self._noted("in the middle of a layer"):
+                raise RuntimeError(str(self._overdue)) from self._overdue
+
+    def _give_up(self, error: Exception) -> None:
+        self.broken, self._overdue = True, error
+        abort_group(self._sums)  # kernels end then, and leave anything in memory
 
     @contextmanager
     def _noted(self, when: str) -> Iterator[None]:
@@ -100,6 +124,10 @@ class Group:
         """Leave torch.distributed as it was found."""
         if not self._is_closed:
             self._is_closed = True
+            if self._watch is not None:
+                self._watch.stop()
+                if self.broken:
+                    abort_group(self._sums).join(_ABORT_SECONDS)
             leave_ranks(self._joined, list(dict.fromkeys((self._words, self._sums))))
 
 

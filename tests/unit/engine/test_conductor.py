@@ -32,6 +32,10 @@ class Alone:
 
     exchange_any = exchange
 
+    def check(self) -> None:
+        if self.broken:
+            raise PeerError("a sum was not done in 60 s")
+
 
 @pytest.fixture
 async def group() -> Alone:
@@ -63,6 +67,19 @@ async def test_what_breaks_off_here_ends_everything(conductor: Conductor) -> Non
         await conductor.call("another", lambda: 1)
     with pytest.raises(PeerError, match="broke off"):
         await conductor.meet("r/1", Offering(()))
+
+
+async def test_what_was_not_added_up_is_not_an_answer(conductor: Conductor, group: Alone) -> None:
+    """On a GPU a layer ends also where its sums were given up: with whatever was in memory."""
+
+    def give_up() -> int:
+        group.broken = True
+        return 7
+
+    with pytest.raises(PeerError, match="a sum was not done"):
+        await conductor.call("decode", give_up)
+    with pytest.raises(PeerError, match="a sum was not done"):
+        await conductor.call("another", lambda: 1)
 
 
 async def test_what_all_ranks_refuse_ends_nothing(conductor: Conductor) -> None:
