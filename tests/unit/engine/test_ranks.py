@@ -229,6 +229,29 @@ def test_engines_whose_opening_is_cancelled_leave_no_group(folder: Path, joins: 
     assert found == [[joins, int(joins)]] * 4
 
 
+async def too_little_memory(seat: Seat, folder: str) -> list[Any]:
+    """What torch.distributed has after engines were refused when the ranks had met."""
+    from torch import distributed
+
+    where: dict[str, Any] = {"rank": seat.rank, "world_size": seat.count}
+    distributed.init_process_group("gloo", init_method=seat.init_method, **where)
+    said = []
+    for engine in (PipelineEngine, TensorParallelEngine):
+        try:
+            await engine.open_model(folder, device="cpu", dtype="float32", kv_bytes=1)
+        except ConfigError as error:
+            said.append(str(error))
+    return [*said, len(distributed.distributed_c10d._world.pg_map)]
+
+
+def test_engines_that_are_refused_late_leave_no_group(folder: Path) -> None:
+    """Ranks that have met, and then have no room for a page, part again."""
+    for *said, groups in run_ranks(2, too_little_memory, str(folder)):
+        assert len(said) == 2
+        assert all("kv_bytes 1 is less than the shortest prompt takes" in each for each in said)
+        assert groups == 1
+
+
 def test_each_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with several, that of its place there; the CPU where there is none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
