@@ -17,6 +17,7 @@ import random
 import statistics
 import tempfile
 from collections import defaultdict
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import count, product
 from pathlib import Path
@@ -99,7 +100,7 @@ def simulated(options: argparse.Namespace) -> list[dict[str, Any]]:
     jobs = _jobs(options)
     working_set = len({block for job in jobs for block in job.leaves})
     workload = Synthetic("conversations", jobs)
-    settings = list(product(options.links, SHARES))
+    settings = list(product(options.links, options.shares))
     for link, share in track(settings, "simulated", console=Console(stderr=True)):
         scenario = Scenario(load_machine(options.preset), (Channel(load_link(link)),))
         blocks = max(1, round(share * working_set))
@@ -130,21 +131,21 @@ def _jobs(options: argparse.Namespace) -> Sequence[Job]:
 
 
 async def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """TTFT of real turns that come back after their KV was forgotten, by way and capacity."""
+    """TTFT of real turns that come back after their KV was forgotten, by way and capacity; every
+    turn is played both ways, one right after the other, in either order."""
+    seconds: defaultdict[tuple[float, str], list[float]] = defaultdict(list)
     async with opened(options) as rig:
         turns = _turns(options, rig)
         working_set = _working_set(rig, turns)
         bandwidth = await _balanced(rig, turns)
-        seconds: defaultdict[tuple[float, str], list[float]] = defaultdict(list)
-        for number in range(options.rounds):
-            for share in SHARES:
-                for way in ENDS if number % 2 else ENDS[::-1]:
-                    capacity = max(1 << 20, round(share * working_set))
-                    ttft = await _replay(rig, turns, way, capacity, bandwidth)
-                    seconds[share, way.name] += ttft
+        runs = list(product(range(options.rounds), options.shares))
+        for number, share in track(runs, "measured", console=Console(stderr=True)):
+            capacity = max(1 << 20, round(share * working_set))
+            for way, ttft in (await _replay(rig, turns, capacity, bandwidth, number)).items():
+                seconds[share, way] += ttft
     return [
-        {"share": share, **{way.name: statistics.mean(seconds[share, way.name]) for way in ENDS}}
-        for share in SHARES
+        {"share": share, **{way.name: seconds[share, way.name] for way in ENDS}}
+        for share in options.shares
     ]
 
 
@@ -182,39 +183,52 @@ async def _balanced(rig: Rig, turns: Sequence[tuple[int, list[int]]]) -> float:
 
 
 async def _replay(
-    rig: Rig,
-    turns: Sequence[tuple[int, list[int]]],
-    way: Way,
-    capacity: int,
-    bandwidth: float,
-) -> list[float]:
-    """TTFT of the turns that had a turn before them."""
-    with tempfile.TemporaryDirectory() as folder:
-        inner = {"inner": "nvme", "inner_options": {"path": folder, "fsync": False}}
-        tier = TierSettings.model_validate(
-            {
-                "name": "disk",
-                "backend": "throttled",
-                "options": {**inner, "bandwidth": bandwidth, "latency": 1e-3},
-                "capacity_bytes": capacity,
-                "eviction": way.eviction,
-                "lease_seconds": 1.0,
-            }
-        )
-        settings = Settings(tiers=(tier,), keep_costs=False, write_policy=way.writes)
-        found, seen = [], set()
-        async with CacheFlow.open(settings, engine=rig.engine) as flow:
-            for talk, prompt in turns:
-                session = flow.session(f"talk {talk}")
-                started, first = flow.clock.now(), 0.0
-                async for _ in session.generate(prompt, max_new_tokens=1):
-                    first = first or flow.clock.now() - started
-                await flow.flush()
-                await session.forget()
+    rig: Rig, turns: Sequence[tuple[int, list[int]]], capacity: int, bandwidth: float, number: int
+) -> dict[str, list[float]]:
+    """TTFT of the turns that had a turn before them, by way."""
+    found: dict[str, list[float]] = {way.name: [] for way in ENDS}
+    seen: set[int] = set()
+    async with AsyncExitStack() as stack:
+        flows = {}
+        for way in ENDS:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            settings = _settings(folder, way, capacity, bandwidth)
+            flow = CacheFlow.open(settings, engine=rig.engine)
+            flows[way.name] = await stack.enter_async_context(flow)
+        for turn, (talk, prompt) in enumerate(turns, number):
+            names = list(flows) if turn % 2 else list(flows)[::-1]
+            for name in names:
+                first = await _first_token(flows[name], f"{name} {talk}", prompt)
                 if talk in seen:
-                    found.append(first)
-                seen.add(talk)
-        return found
+                    found[name].append(first)
+            seen.add(talk)
+    return found
+
+
+def _settings(folder: str, way: Way, capacity: int, bandwidth: float) -> Settings:
+    inner = {"inner": "nvme", "inner_options": {"path": folder, "fsync": False}}
+    tier = TierSettings.model_validate(
+        {
+            "name": "disk",
+            "backend": "throttled",
+            "options": {**inner, "bandwidth": bandwidth, "latency": 1e-3},
+            "capacity_bytes": capacity,
+            "eviction": way.eviction,
+            "lease_seconds": 1.0,
+        }
+    )
+    return Settings(tiers=(tier,), keep_costs=False, write_policy=way.writes)
+
+
+async def _first_token(flow: CacheFlow, name: str, prompt: list[int]) -> float:
+    """Seconds to the first token; then all is stored, and the session forgets its KV."""
+    session = flow.session(name)
+    started, first = flow.clock.now(), 0.0
+    async for _ in session.generate(prompt, max_new_tokens=1):
+        first = first or flow.clock.now() - started
+    await flow.flush()
+    await session.forget()
+    return first
 
 
 # -- output ------------------------------------------------------------------------------------
@@ -222,7 +236,9 @@ async def _replay(
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both parts."""
-    found: dict[str, Any] = {"preset": options.preset, "simulated": simulated(options)}
+    found: dict[str, Any] = {"preset": options.preset}
+    if not options.measured_only:
+        found["simulated"] = simulated(options)
     if not options.simulated_only:
         found["measured"] = await measured(options)
     return found
@@ -230,20 +246,32 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def tell(found: dict[str, Any]) -> None:
     """Two tables."""
-    names = [way.name for way in WAYS]
-    rows = [
-        [f"{entry['link']} {entry['share']:.0%}", *(_both(entry[name]) for name in names)]
-        for entry in found["simulated"]
-    ]
-    title = f"Mean / P99 TTFT in ms, {found['preset']}, virtual time"
-    show(title, ["link, capacity", *names], rows, "capacity: share of all that is ever stored")
+    if "simulated" in found:
+        names = [way.name for way in WAYS]
+        rows = [
+            [f"{entry['link']} {entry['share']:.0%}", *(_both(entry[name]) for name in names)]
+            for entry in found["simulated"]
+        ]
+        title = f"Mean / P99 TTFT in ms, {found['preset']}, virtual time"
+        caption = "capacity: share of all that is ever stored"
+        show(title, ["link, capacity", *names], rows, caption)
     if "measured" in found:
         names = [way.name for way in ENDS]
-        rows = [
-            [f"{entry['share']:.0%}", *(f"{1e3 * entry[name]:.0f}" for name in names)]
-            for entry in found["measured"]
-        ]
-        show("Mean TTFT in ms of turns that come back, measured", ["capacity", *names], rows, "")
+        title = "Mean TTFT in ms of turns that come back, measured"
+        heads = ["capacity", *names, "difference", "turns"]
+        show(title, heads, [_paired(entry) for entry in found["measured"]], _ERROR)
+
+
+_ERROR: Final = "difference: of the means, and the standard error of the mean of all pairs"
+
+
+def _paired(entry: dict[str, Any]) -> list[str]:
+    before, after = (entry[way.name] for way in ENDS)
+    mean, pairs = statistics.mean(before), [b - a for a, b in zip(before, after, strict=True)]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else float("nan")
+    means = [f"{1e3 * statistics.mean(each):.0f}" for each in (before, after)]
+    difference = f"{statistics.mean(pairs) / mean:+.1%} +- {error / mean:.1%}"
+    return [f"{entry['share']:.0%}", *means, difference, str(len(pairs))]
 
 
 def _both(ttft: dict[str, float]) -> str:
@@ -261,12 +289,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=120, help="made-up conversations")
     parser.add_argument("--gap", type=float, default=2.0, help="seconds between their starts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shares", help="capacities, as shares (default: 0.2,0.5,1)")
     parser.add_argument("--simulated-only", action="store_true", help="without the real run")
+    parser.add_argument("--measured-only", action="store_true", help="the real run alone")
     parser.add_argument("--talks", type=int, default=6, help="conversations of the real run")
     parser.add_argument("--tokens", type=int, default=2048, help="of their first prompts")
     parser.add_argument("--rounds", type=int, default=2, help="of the real run")
     options = parser.parse_args()
     options.links = [link for link in options.links.split(",") if link]
+    options.shares = [float(share) for share in (options.shares or "").split(",") if share]
+    options.shares = options.shares or list(SHARES)
     return options
 
 

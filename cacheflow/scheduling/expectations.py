@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Expectations"]
 
 _INFINITE: Final = float("inf")
+_STAKE: Final = 0.035
+"""Of recompute alone: what a channel that does not answer may cost where loads are so fast that
+recompute is not begun."""
 
 
 class Expectations(Sharing):
@@ -213,14 +216,17 @@ class Expectations(Sharing):
         return 1 - both / load if load > 0.0 else 0.0
 
     def _patience(self, glance: Glance) -> float:
-        """How far loads may fall behind before a recompute that was not worth starting starts."""
+        """How far loads may fall behind before a recompute that was not worth starting starts:
+        twice what they should take, less where that is much beside what recompute will take."""
         begins = self.begun or self._outlook.was_surprised
         if begins or self.policy.begin(self._gain(glance.left)):
             return 0.0
-        return 2 * max(
+        transfer = max(
             (self._outlook.transfer_seconds(c, self._before(c)) for c in self._strides),
             default=0.0,
         )
+        stake = _STAKE * (self._outlook.seconds(self.todo) or 0.0)
+        return min(2.0 * transfer, max(1.1 * transfer, stake))
 
     def plan(self, compute_backlog: float, load_backlog: float) -> None:
         """Fix the staircase now, if the policy does that and all costs are known."""

@@ -94,12 +94,15 @@ class BlockStore:
         return len(self._blocks)
 
     def look_up(self, blocks: Sequence[int]) -> list[bool]:
-        """Which of a request's leading blocks are there; these have been used now."""
-        chance, worth = self._keeping.chance(len(blocks)), self._keeping.worth
-        for index in self._in_order(len(blocks)):
-            if blocks[index] in self._blocks:
+        """Which of a request's leading blocks are there; these have been used now, as those of a
+        prefix that ends with the last of them."""
+        there = [block in self._blocks for block in blocks]
+        reach = max((index + 1 for index, found in enumerate(there) if found), default=0)
+        chance, worth = self._keeping.chance(reach), self._keeping.worth
+        for index in self._in_order(reach):
+            if there[index]:
                 self._order.touch(blocks[index], chance[index], worth(index))
-        return [block in self._blocks for block in blocks]
+        return there
 
     def add(self, blocks: Iterable[int]) -> None:
         """Store what is missing of the blocks of one request, in the order of its prefix. The use

@@ -11,7 +11,7 @@ positions; no bytes, no tiers and no time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from cacheflow.types import KVLayout, Tile, TileGrid
 
 __all__ = ["Margins", "PlannedWrites", "recomputed_anyway"]
-
-_WORTH: Final = 0.03
-"""A smaller share of the prefix is stored too: it saves next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +32,8 @@ class Margins:
     """Compute may be this many times slower: other requests and decode have their share."""
     suffix_tokens: int = 1024
     """Tokens behind the prefix that compute has to take as well."""
+    least: float = 0.03
+    """A smaller share of the prefix is not worth leaving out."""
 
 
 def recomputed_anyway(
@@ -64,7 +63,7 @@ def recomputed_anyway(
         if spent > (chunks - through) * chunk_seconds:
             break
         recomputed = through
-    return recomputed if recomputed >= _WORTH * chunks else 0
+    return recomputed if recomputed >= margins.least * chunks else 0
 
 
 class PlannedWrites:

@@ -115,7 +115,7 @@ class Tier(StorageBackend):
 
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         """Leases what it finds for a while: eviction passes it over, as long as leases last."""
-        return await self._list(keys, lambda: self._stock.value.evidence(len(keys)), self._use)
+        return await self._list(keys, range(len(keys)), len(keys), self._use)
 
     async def survey(
         self, keys: Sequence[ChunkKey], wanted: Sequence[int]
@@ -124,20 +124,21 @@ class Tier(StorageBackend):
         that went on without being looked up, and that counts as its use. Leases what it finds: one
         part of a prompt does not make way for another."""
 
-        def evidence() -> Sequence[float]:
-            chances = self._stock.value.evidence(len(keys))
-            return [chances[index] for index in wanted]
-
-        return await self._list([keys[index] for index in wanted], evidence, self._refresh)
+        found = [keys[place] for place in wanted]
+        return await self._list(found, wanted, len(keys), self._refresh, is_saved=True)
 
     async def _list(
         self,
         keys: Sequence[ChunkKey],
-        evidence: Callable[[], Sequence[float]],
+        places: Sequence[int],
+        chunks: int,
         use: Callable[[Entry, float, float], None],
+        *,
+        is_saved: bool = False,
     ) -> list[Sequence[ChunkInfo]]:
-        """What there is of ``keys``; ``use`` is called with what is found, the time, and how likely
-        it would be loaded."""
+        """What there is of ``keys``, which are at ``places`` of a prompt of ``chunks``; ``use`` is
+        called with what is found, the time, and how likely it would be loaded: of a restore that
+        ends with the last chunk there is, unless the rest ``is_saved`` now."""
         self._check()
         asked = [key for key in keys if self._may_be_there(key)]
         with self._stock.changes.look() as look:
@@ -145,21 +146,23 @@ class Tier(StorageBackend):
             if len(found) != len(asked):
                 reason = f"{len(found)} answers to {len(asked)} keys"
                 raise BackendError(reason, operation="lookup", context=self.settings.name)
-            now, chances = self._clock.now(), evidence()
+            now, answers = self._clock.now(), dict(zip(asked, found, strict=True))
             self.catalogue.tick(now)
-            answers = dict(zip(asked, found, strict=True))
+            there = [place for place, key in zip(places, keys, strict=True) if answers.get(key)]
+            missed = self._stock.value.evidence(chunks)
+            used = missed if is_saved else self._stock.value.evidence(max(there, default=-1) + 1)
             listed: list[Sequence[ChunkInfo]] = []
-            for at, (key, chance) in enumerate(zip(keys, chances, strict=True), 1):
+            for at, (key, place) in enumerate(zip(keys, places, strict=True), 1):
                 if not at % _IN_ONE_GO:
                     await asyncio.sleep(0)
                 answer = answers.get(key, ())
                 if not answer:
-                    self._stock.missed(key, chance)
+                    self._stock.missed(key, missed[place])
                 self._suspect(key, answer)
                 infos = [info for info in answer if self._is_current(info, now)]
                 for info in infos:
                     if (entry := self._stock.listed(info, look)) is not None:
-                        use(entry, now, chance)
+                        use(entry, now, used[place])
                 listed.append(infos)
         return listed
 

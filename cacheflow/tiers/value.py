@@ -1,9 +1,9 @@
 """What a stored object is worth to a tier: how eviction is told about costs. Pure.
 
 Two questions. *What does one use of it save?* The recompute of its tokens, which grows with their
-position because of attention: the head of a prefix is cheap to recompute. *How likely is a use to
-load it at all?* A restore recomputes the head of a prefix while it loads the tail, so what lies
-before every plausible meeting point is never loaded, and what lies behind all of them always is.
+position because of attention: the head of a prefix is cheap to recompute. *Is a use going to load
+it at all?* A restore recomputes the head of a prefix while it loads the tail, so what lies before
+their meeting point saves nothing, and what lies behind it saves all of its recompute.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FLAT", "CostValue", "Value", "chance_of_loading"]
 
-_SURE: Final = Margins(link=0.5, compute=0.5, suffix_tokens=0)
-"""The other end of what is plausible: links slower, compute faster than measured, no suffix."""
+_MEASURED: Final = Margins(link=1.0, compute=1.0, suffix_tokens=0, least=0.0)
+"""Speeds as they are. What is evicted can be stored again, unlike what is never written, and a
+meeting point that is drawn out costs more than one that is wrong now and then: a chunk behind it
+would seem to be worth less than it is, and one before it more (benchmarks/bench_placement.py)."""
 _LEAST: Final = 0.01
-"""Chance of what every plausible restore recomputes: other sources may fail."""
+"""Chance of what restores recompute: other sources may fail."""
 
 
 class Value(Protocol):
@@ -99,20 +101,12 @@ def chance_of_loading(
     tile_seconds: Callable[[Tile], float],
     chunk_seconds: float,
 ) -> tuple[float, ...]:
-    """For each chunk of a prefix: next to none before the first plausible meeting point of compute
-    and loads, 1 behind the last one, in between in proportion. The same for all chunks of a tile: a
+    """For each chunk of a prefix: next to none before the tile in which compute and loads would
+    meet by the speeds that were measured, 1 from there on. The same for all chunks of a tile: a
     tile of which one is missing is computed.
 
     ``tile_seconds`` and ``chunk_seconds``: see :func:`cacheflow.tiers.planned.recomputed_anyway`.
     """
-    first, last = (
-        recomputed_anyway(chunks * chunk_tokens, chunk_tokens, grid, tile_seconds, seconds, margins)
-        for seconds, margins in ((chunk_seconds, Margins()), (chunk_seconds, _SURE))
-    )
-    width = max(last - first, 1)
-    chances: list[float] = []
-    for tile in grid.split(0, chunks * chunk_tokens):
-        through = tile.stop // chunk_tokens
-        chance = min(max((through - first) / width, _LEAST), 1.0)
-        chances += [chance] * (through - len(chances))
-    return tuple(chances)
+    tokens = chunks * chunk_tokens
+    met = recomputed_anyway(tokens, chunk_tokens, grid, tile_seconds, chunk_seconds, _MEASURED)
+    return (_LEAST,) * met + (1.0,) * (chunks - met)

@@ -36,12 +36,9 @@ K = TypeVar("K", bound=Hashable)
 
 _LEAST: Final = 1e-12
 """Worth and uses below this are this: their logarithm is wanted."""
-_FADE: Final = 2.0 * log(2.0)
-"""How much evidence fades in one turnover: to a quarter. Slower forgets finished conversations too
+_FADE: Final = 3.0 * log(2.0)
+"""How much evidence fades in one turnover: to an eighth. Slower forgets finished conversations too
 late, faster keeps nothing long enough (benchmarks/bench_placement.py)."""
-_NEW: Final = log(2.0)
-"""Coming in counts as two uses: what is new is the end of a conversation, and whoever comes back
-for older parts of it wants the end too, which has no uses yet."""
 _CALM: Final = 0.10
 _TIGHT: Final = 0.18
 """Share of the used bytes that had been evicted below which worth does not count any more, and from
@@ -135,7 +132,7 @@ class CostAware(Generic[K]):
     ) -> None:
         self._pressure.came(key, nbytes)
         self._bytes += nbytes
-        evidence = _log(uses) + _NEW + self._age
+        evidence = _log(uses) + self._age
         item = _Item(nbytes, _log(worth), evidence, self._age, _log(boost))
         self._items[key] = item
         self._push(key, item)

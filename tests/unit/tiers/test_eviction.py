@@ -165,8 +165,8 @@ def test_cost_aware_forgets() -> None:
 def test_cost_aware_orders_as_its_formula_does(
     steps: list[tuple[int, int, float, bool]],
 ) -> None:
-    """The heaps give the order of (worth) x (uses, each a quarter a turnover, coming in counting
-    twice), and while it is calm that of the last use, worked out anew."""
+    """The heaps give the order of (worth) x (uses, each an eighth a turnover), and while it is calm
+    that of the last use, worked out anew."""
     policy = CostAware[int]()
     there: dict[int, tuple[int, float, list[tuple[float, float]]]] = {}
     age, is_tight = 0.0, True
@@ -175,7 +175,7 @@ def test_cost_aware_orders_as_its_formula_does(
         _, worth, uses = there[key]
         if not is_tight:
             return max(then for _, then in uses)
-        return worth * sum(weight * float(0.25 ** (age - then)) for weight, then in uses)
+        return worth * sum(weight * float(0.125 ** (age - then)) for weight, then in uses)
 
     def evict(nbytes: int) -> float:
         nonlocal is_tight
@@ -194,7 +194,7 @@ def test_cost_aware_orders_as_its_formula_does(
             there[key] = (there[key][0], worth, [*there[key][2], (0.5, age)])
         else:
             policy.insert(key, nbytes, worth=worth)
-            there[key] = (nbytes, worth, [(2.0, age)])
+            there[key] = (nbytes, worth, [(1.0, age)])
     evict(1 << 30)
 
 

@@ -55,15 +55,15 @@ def test_unknown_speeds_count_every_use() -> None:
     assert CostValue(ComputeModel(1.0, 1.0), LAYOUT, GRID).evidence(3) == (1.0,) * 3
 
 
-def test_chances_are_between_the_plausible_meeting_points() -> None:
-    """One for each chunk, between 0 and 1, growing."""
+def test_chunks_count_from_where_compute_and_loads_meet() -> None:
+    """By the speeds as they are, and all chunks of a tile alike: a tile takes four seconds more
+    than all that is loaded behind it, so it is loaded."""
 
     def tile_seconds(tile: Tile) -> float:
         return tile.width * 1e-3
 
-    chances = chance_of_loading(40, 256, GRID, tile_seconds, 0.25)
-    assert len(chances) == 40
-    assert 0.0 < chances[0] <= chances[-1] <= 1.0
+    chances = chance_of_loading(40, 256, TileGrid((), 2048), tile_seconds, 0.25)
+    assert chances == (0.01,) * 16 + (1.0,) * 24
     assert chance_of_loading(0, 256, GRID, tile_seconds, 0.25) == ()
 
 
@@ -87,6 +87,21 @@ async def test_a_tier_keeps_what_restores_load() -> None:
         await r.store(3, 4, 5)
         assert make_object(2).key in r.shelf.objects
         assert make_object(0).key not in r.shelf.objects
+
+
+async def test_of_a_prompt_what_is_there_ends_what_a_restore_loads() -> None:
+    """What many prompts begin with is the head of each, but the end of all that can be loaded for
+    those of which nothing else is there: it is used in full, and stays."""
+    async with rig(Shelf(), objects=3, eviction="cost-aware", lease_seconds=0.1) as r:
+        r.tier._stock.value = Tails()
+        assert await r.found(0, 1) == []
+        for number in (0, 8, 9):
+            await r.store(number)
+        for new in (20, 30, 40):
+            assert await r.found(0, new, new + 1) == [0]
+        r.clock.advance(1.0)
+        await r.store(10, 11)
+        assert 0 in r.there
 
 
 async def test_what_a_save_asks_about_lies_where_it_lies_in_its_prompt() -> None:
