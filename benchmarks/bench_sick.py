@@ -4,6 +4,7 @@
 The first request has to find out; for the next one the tier is set aside. What counts is the time
 to the first token over that of recompute alone, right before; *waited* is the part of it in which
 compute stood still, in percent of recompute alone: what other programs did to compute is not in it.
+*Two layers* of compute are what passes at least before a channel can look late.
 
 *Slower*: after half of its expected time the link has a tenth of its bandwidth. The restored time
 is compared with the fluid bound of the real speeds: cells by what recompute alone took in the same
@@ -67,6 +68,8 @@ class Hung:
     waited: list[float] = field(default_factory=list)
     """Of the first: seconds in which compute stood still, over recompute alone, less what it
     stands still there."""
+    quantum: list[float] = field(default_factory=list)
+    """Two layers of the widest tile over recompute alone: no channel looks late before."""
 
 
 @dataclass(slots=True)
@@ -99,6 +102,8 @@ async def hang(
     seen.first.append(first.ttft[0] / alone.ttft[0])
     seen.later.append(later.ttft[0] / alone.ttft[0])
     seen.waited.append((idle(first) - idle(alone)) / alone.ttft[0])
+    widest = max(time.seconds for time in layer_times(alone.events, alone.ids[0]))
+    seen.quantum.append(2 * widest / alone.ttft[0])
 
 
 def idle(run: Run) -> float:
@@ -191,6 +196,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "first": each.first,
                 "later": each.later,
                 "waited": each.waited,
+                "quantum": each.quantum,
             }
             for (link, onset), each in hung.items()
         },
@@ -228,10 +234,15 @@ async def _round(
 def tell(found: dict[str, Any]) -> None:
     """Two tables."""
     rows = [
-        (name, *(_ratios(each[what]) for what in ("first", "later")), _percent(each["waited"]))
+        (
+            name,
+            *(_ratios(each[what]) for what in ("first", "later")),
+            _percent(each["waited"]),
+            f"{statistics.median(each['quantum']):.1%}",
+        )
         for name, each in found["hung"].items()
     ]
-    heads = ("channel, hung", "first", "later", "waited")
+    heads = ("channel, hung", "first", "later", "waited", "two layers")
     caption = "time to the first token over recompute alone: median, least - most"
     show(f"hung, {found['model']}, {found['tokens']} tokens", heads, rows, caption)
     rows = [
