@@ -25,11 +25,11 @@ async def main(store: str) -> None:
             async for token in session.generate(prompt, stop_tokens=stop, report=report):
                 text = engine.tokenizer.decode([token], skip_special_tokens=True)
                 print(text, end="", flush=True)
-            if report.restoration:
-                share = f"{report.restoration.recomputed_share:.0%}"
-                print(f"\n  {len(prompt)} tokens, {report.cached_tokens} of them stored;")
-                print(f"  {share} of what can be stored was computed, the rest loaded;")
-                print(f"  first token of the answer after {report.ttft_seconds:.2f} s")
+            used = report.usage
+            print(f"\n  {used.prompt_tokens} tokens, {used.cached_tokens} of them stored:")
+            new = used.prompt_tokens - used.cached_tokens
+            print(f"  {used.loaded_tokens} loaded, {used.recomputed_tokens} recomputed, {new} new;")
+            print(f"  first token of the answer after {report.ttft_seconds:.2f} s")
             await flow.flush()  # until all of it is stored
             await session.forget()  # the KV is gone from memory; what was stored stays
     await engine.aclose()

@@ -33,7 +33,7 @@ async def main(folder: Path) -> None:
                 print(
                     f"{turn}, rank {rank} (KV heads {engine.shard.heads}): first token after "
                     f"{report.ttft_seconds:.2f} s, {done.recomputed_share:.0%} of "
-                    f"{done.prefix_tokens} tokens recomputed: "
+                    f"{done.prefix_tokens} stored tokens recomputed: "
                     f"{engine.tokenizer.decode(tokens)[:40]!r}"
                 )
             await flow.flush()

@@ -185,7 +185,13 @@ def test_quickstart_restores_what_it_forgot(
     answer = first.split("first time: ")[1].splitlines()[0]
     assert answer
     assert resumed.splitlines()[0] == answer
-    assert " 0 of them stored" in first
+    assert " 0 of them stored:\n  0 loaded, 0 recomputed, " in first
+    parts = re.search(
+        r"(\d+) tokens, (\d+) of .*\n  (\d+) loaded, (\d+) recomputed, (\d+) new", resumed
+    )
+    assert parts is not None
+    prompt, stored, loaded, recomputed, new = map(int, parts.groups())
+    assert loaded + recomputed == stored == prompt - new
     assert " 0 of them stored" not in resumed
 
 
