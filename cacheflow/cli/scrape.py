@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -42,11 +43,14 @@ class Page:
 
 
 def scrape(url: str, at: float) -> Page:
-    """Fetch and parse.
+    """Fetch and parse. ``url``: of the page, or ``HOST:PORT``.
 
     Raises:
         ConfigError: nobody answers there, or it is no metrics page.
     """
+    url = url if "://" in url else f"http://{url}"
+    if not urllib.parse.urlsplit(url).path.strip("/"):
+        url = f"{url.rstrip('/')}/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
             text = answer.read().decode()

@@ -22,7 +22,9 @@ __all__ = ["top"]
 
 
 def top(
-    url: Annotated[str, typer.Argument(help="Its metrics page, http://HOST:PORT/metrics.")],
+    url: Annotated[
+        str, typer.Argument(help="Its metrics page, http://HOST:PORT/metrics or HOST:PORT.")
+    ],
     interval: Annotated[
         float, typer.Option("--interval", "-i", min=0.1, help="Seconds between two looks.")
     ] = 2.0,
@@ -54,7 +56,8 @@ def figures_of(grown: Page, now: Page) -> dict[str, Any]:
     ttft = "cacheflow_ttft_seconds"
     tokens = grown.sums("cacheflow_prompt_tokens_total", "source")
     compute = grown.sums("cacheflow_compute_busy_seconds_total", "stage")
-    names = sorted(now.sums("cacheflow_lookup_chunks_total", "tier"))
+    told = ("cacheflow_lookup_chunks_total", "cacheflow_tier_capacity_bytes")
+    names = sorted({name for series in told for name in now.sums(series, "tier")})
     return {
         "requests_per_second": grown.total(f"{ttft}_count") / seconds,
         "ttft_seconds": {f"p{q}": quantile(grown, ttft, q / 100) for q in (50, 90, 99)},

@@ -53,6 +53,16 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
     assert view(found)
 
 
+def test_a_tier_is_shown_before_anything_was_looked_up() -> None:
+    """Its size is known from the start; prompts shorter than a chunk ask no tier."""
+    observer = PrometheusObserver()
+    observer(TierUsage("disk", 0, 0, 1024, 0.0))
+    with serve_metrics(observer) as port:
+        page = scrape(f"http://127.0.0.1:{port}", 1.0)
+    disk = figures_of(between(page, page), page)["tiers"]["disk"]
+    assert (disk["found"], disk["capacity_bytes"]) == (None, 1024)
+
+
 def test_a_restarted_server_counts_from_zero() -> None:
     """Its counters are lower than before: nothing negative is shown."""
     key = ("cacheflow_ttft_seconds_count", ())
@@ -74,5 +84,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(result.stdout)["tiers"]["disk"]["found"] is None
         shown = CliRunner().invoke(app, ["top", url, "-i", "0.1", "--once"])
         assert "disk" in shown.output
+        short = CliRunner().invoke(app, ["top", f"127.0.0.1:{port}", "-i", "0.1", "--json"])
+        assert short.exit_code == 0, short.output
     gone = CliRunner().invoke(app, ["top", url])
     assert gone.exit_code == 2
