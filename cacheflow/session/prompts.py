@@ -68,10 +68,12 @@ async def read_prompt(
 
 def check_fits(prompt: Sequence[int], new: int, longest: int) -> None:
     """Raise ConfigError unless ``prompt`` and ``new`` tokens fit a context of ``longest``."""
-    if len(prompt) + new - 1 > longest:
+    room = longest - len(prompt) + 1
+    if new > room:
+        todo = f"set max_new_tokens to at most {room}" if room > 0 else "shorten the prompt"
         raise ConfigError(
             f"prompt of {len(prompt)} tokens and max_new_tokens {new} do not fit "
-            f"the model's context of {longest} tokens: shorten one of them"
+            f"the model's context of {longest} tokens: {todo}"
         )
 
 

@@ -108,5 +108,8 @@ async def _keeping_departures(
 
 async def _open(tier: TierSettings) -> StorageBackend:
     # Finding and importing a backend reads the disk.
-    kind = await asyncio.to_thread(load_backend, tier.backend)
-    return await kind.open(tier.options)
+    try:
+        kind = await asyncio.to_thread(load_backend, tier.backend)
+        return await kind.open(tier.options)
+    except ConfigError as error:
+        raise ConfigError(f"tier {tier.name!r}: {error}") from error

@@ -20,7 +20,7 @@ __all__ = ["addresses_of", "bound", "cannot_listen", "url_of"]
 
 _ADVICE: Final = {
     errno.EADDRINUSE: "choose another port, or stop what has it",
-    errno.EADDRNOTAVAIL: "choose a host that this machine has, 127.0.0.1 or 0.0.0.0 (all) say",
+    errno.EADDRNOTAVAIL: "choose an address of this machine: 127.0.0.1, or 0.0.0.0 for all",
     errno.EACCES: "choose a port above 1023, or run it as a user that may have this one",
 }
 

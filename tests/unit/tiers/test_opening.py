@@ -1,4 +1,4 @@
-"""What was opened for a flow that is not opened after all is closed."""
+"""Tiers are opened by name; what was opened for a flow that is not opened after all is closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cacheflow.clock import SystemClock
-from cacheflow.errors import ClosedError
+from cacheflow.errors import ClosedError, ConfigError
 from cacheflow.kv import Stamp
 from cacheflow.settings import Settings
 from cacheflow.tiers import opening
@@ -44,3 +44,17 @@ async def test_a_store_that_is_opened_for_nobody_is_closed(
     await cancelled_during(open_all(), held)
     with pytest.raises(ClosedError):
         await backends[0].used_bytes()
+
+
+async def test_a_tier_that_cannot_be_opened_is_named() -> None:
+    """Of several with one backend it is told which."""
+    for backend, why in (("nvme", "storage backend 'nvme', option 'path'"), ("nmve", "no storage")):
+        tiers = [
+            {"name": "memory", "backend": "dram", "options": {"capacity_bytes": 1 << 20}},
+            {"name": "second", "backend": backend},
+        ]
+        async with AsyncExitStack() as stack:
+            with pytest.raises(ConfigError, match=f"^tier 'second': {why}"):
+                await opening.open_tiers(
+                    Settings(tiers=tiers), stack, FLAT, Stamp(), SystemClock(), lambda event: None
+                )
