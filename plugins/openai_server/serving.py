@@ -70,7 +70,10 @@ async def serve(
         factory = cast("Any", await asyncio.to_thread(load_engine, engine))
         if model is None and not hasattr(factory, "small_model"):
             raise ConfigError(f"engine {engine!r} brings no model along: give --model")
+        if model is None:
+            _log.info("no model given: the engine's small one, which is downloaded once")
         folder = model if model else cast("Path", await asyncio.to_thread(factory.small_model))
+        _log.info("loading the model in %s", folder)  # which may take minutes
         opened = await factory.open_model(folder, **(engine_options or {}))
         stack.push_async_callback(opened.aclose)
         name = options.model_name or await asyncio.to_thread(_folder_name, folder)

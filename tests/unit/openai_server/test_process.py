@@ -31,6 +31,7 @@ def test_a_server_drains_and_the_next_one_has_its_kv(chat_model: Path, tmp_path:
     """A client that disconnects ends its request. After SIGTERM a stream under way comes to its
     end, others are sent away, the process ends with 0, and the next one restores what was said."""
     with served(chat_model, tmp_path) as server, ExitStack() as stack:
+        assert f"loading the model in {chat_model}" in server.log.read_text()
         url, client = server.url, stack.enter_context(httpx2.Client(timeout=60))
         long = {**BODY, "max_tokens": 300, "stream": True}
         post = ("POST", f"{url}/v1/chat/completions")
