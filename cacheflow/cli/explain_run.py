@@ -9,8 +9,10 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from cacheflow.cli.store.opening import check_is_used
 from cacheflow.errors import ConfigError
 from cacheflow.kv import chunk_keys
 from cacheflow.registry import load_backend, load_engine
@@ -21,7 +23,6 @@ from cacheflow.tiers.explaining import ABSENT, absent, first_miss, judge, others
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.kv import Stamp
@@ -188,8 +189,12 @@ def _settings(folder: Path | None) -> Settings:
 
 
 async def _open(tier: TierSettings, stack: AsyncExitStack) -> StorageBackend:
+    options = tier.options
+    if tier.backend == "nvme" and "path" in options:  # looking makes no store
+        await asyncio.to_thread(check_is_used, Path(str(options["path"])))
+        options = {**options, "create": False}
     kind = await asyncio.to_thread(load_backend, tier.backend)
-    backend = await kind.open(tier.options)
+    backend = await kind.open(options)
     stack.push_async_callback(backend.aclose)
     return backend
 

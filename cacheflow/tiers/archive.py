@@ -246,6 +246,8 @@ async def read_archive(archive: Path) -> AsyncGenerator[Archived, None]:
             await to_the_end(file.close())
     except OSError as error:
         raise ConfigError(f"import from {archive}: {error.strerror}") from error
+    except IntegrityError as error:  # of its entries: of an object's bytes their reader hears
+        raise IntegrityError(f"import from {archive}: {error}") from None
 
 
 def _check(archive: Path) -> None:
@@ -256,7 +258,7 @@ def _check(archive: Path) -> None:
 async def _entries(file: AsyncBufferedReader, left: int) -> AsyncGenerator[tuple[str, int], None]:
     """Names and sizes, with the file at the object's bytes; goes on behind them."""
     if await file.read(len(_MAGIC)) != _MAGIC:
-        raise IntegrityError("not an archive of CacheFlow objects (or of another version)")
+        raise IntegrityError("it is no archive of CacheFlow objects, or of another version")
     count = 0
     while True:
         (length,) = _NAME.unpack(await _exactly(file, _NAME.size, count))

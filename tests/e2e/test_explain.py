@@ -190,6 +190,13 @@ def test_bad_prompts_are_refused(explain: Explain, tmp_path: Path, model_folder:
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2
         assert says in " ".join(result.output.split())
+    (tmp_path / "empty").mkdir()
+    path.write_text("[1, 2]")
+    command = ["explain", str(path), "-f", str(tmp_path / "empty"), "--model", str(model_folder)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "empty: nothing was ever stored there" in " ".join(result.output.split())
+    assert not [*(tmp_path / "empty").iterdir()]  # looking makes no store
     missing = CliRunner().invoke(app, ["explain", str(path), "-f", str(tmp_path / "none")])
     assert missing.exit_code == 2
     assert "is not a folder" in " ".join(missing.output.split())

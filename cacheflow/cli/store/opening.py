@@ -29,6 +29,7 @@ __all__ = [
     "DiskStore",
     "Folder",
     "Yes",
+    "check_is_used",
     "choose",
     "collect",
     "confirm",
@@ -97,7 +98,7 @@ class DiskStore(StorageBackend):
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[DiskStore]:
     """The store in ``folder``, which must be one, with the limits of the tier that has it."""
-    await asyncio.to_thread(_check_is_used, folder)
+    await asyncio.to_thread(check_is_used, folder)
     options = {**_limits(folder), "path": str(folder), "create": False}
     backend = cast("DiskStore", await load_backend("nvme").open(options))
     try:
@@ -106,8 +107,12 @@ async def opened(folder: Path) -> AsyncIterator[DiskStore]:
         await backend.aclose()
 
 
-def _check_is_used(folder: Path) -> None:
-    """What the command can say better than the backend, which has options that it has not."""
+def check_is_used(folder: Path) -> None:
+    """What a command can say better than the backend, which has options that it has not.
+
+    Raises:
+        ConfigError: the folder is not there, or empty.
+    """
     try:
         is_empty = not any(folder.expanduser().iterdir())
     except FileNotFoundError:

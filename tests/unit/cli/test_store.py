@@ -205,6 +205,14 @@ async def make(folder: Path) -> None:
     await (await load_backend("nvme").open({"path": str(folder)})).aclose()
 
 
+def test_import_names_what_is_no_archive(store: Path, tmp_path: Path) -> None:
+    """And what was cut short."""
+    letter = tmp_path / "letter.txt"
+    letter.write_text("dear reader")
+    told = call("import", store, letter, code=2).stderr
+    assert "letter.txt: it is no archive of CacheFlow objects" in " ".join(told.split())
+
+
 def test_import_refuses_what_is_damaged(store: Path, tmp_path: Path) -> None:
     """An object damaged on its way is refused by name, exit code 1; the others are stored."""
     archive, other = tmp_path / "archive", tmp_path / "other"
