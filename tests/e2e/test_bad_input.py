@@ -129,7 +129,7 @@ async def test_prompts_around_chunk_and_tile_edges(
 
 async def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
     """The message has the path and what was missing."""
-    with pytest.raises(ConfigError, match=r"nowhere.*config\.json"):
+    with pytest.raises(ConfigError, match=r"nowhere.*no such folder.*hf download"):
         await TransformersEngine.open_model(tmp_path / "nowhere")
 
 
