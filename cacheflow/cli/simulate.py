@@ -23,6 +23,8 @@ __all__ = ["simulate"]
 
 _TOLD_EVERY: Final = 32
 """Requests between two movements of the bar."""
+_MANY: Final = 1000
+"""Requests of which a hundredth says something."""
 _BATCH: Final = 4
 """Requests in the report's picture of both pointers."""
 
@@ -192,4 +194,6 @@ def _table(asked: _Asked, runs: Sequence[Run]) -> Table:
         table.caption += (
             f"\nprefixes: rounded to chunks of {settings['chunk']} tokens, at least one"
         )
+    if 1 < runs[0].summary.requests < _MANY:
+        table.caption += "\nP99 of so few requests is one of the longest: compare several --seed"
     return table

@@ -17,7 +17,7 @@ from cacheflow.costs.fit import Fit
 from cacheflow.costs.profile import ChannelProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Container
 
 __all__ = ["ChannelModel"]
 
@@ -297,15 +297,29 @@ class ChannelModel:
             seconds = max(seconds, self.latency + more * per_byte)
         return seconds if seconds > 0.0 else 0.0
 
-    def landings(self, wanted: Container[int], now: float) -> Iterator[tuple[int, float]]:
+    def landings(self, wanted: Container[int], now: float) -> list[tuple[int, float]]:
         """Of each ``wanted`` load in flight, by id, the seconds until it is there: until the bytes
-        up to it are, or its :meth:`lag`. 0 while nothing is known."""
-        total = 0
+        up to it are, or its :meth:`lag`."""
+        found: list[tuple[int, float]] = []
+        total, waited = 0, now - self._progress
+        # As :meth:`left`, of which most is the same for all of them.
+        per_byte, pause, head = self._per_byte, self._pause, self._head[0]
+        late = 0.0 if per_byte is None else waited - pause - head * per_byte
+        if late >= (slack := self._slack(head)):
+            late = late * late / slack
         for load_id, (nbytes, _, _) in self._flights.items():
             total += nbytes
             if load_id in wanted:
-                seconds = self.left(total, now) or 0.0
-                yield load_id, max(seconds, self.lag(load_id, now)) if self._overtaken else seconds
+                if per_byte is None:
+                    seconds = waited
+                elif late > 0.0:
+                    seconds = total * per_byte + late
+                else:
+                    seconds = max(total * per_byte + pause - waited, 0.0)
+                if self._overtaken:
+                    seconds = max(seconds, self.lag(load_id, now))
+                found.append((load_id, seconds))
+        return found
 
     def slower_than(self, seconds: float, nbytes: float, now: float) -> float:
         """When ``left(nbytes)`` will exceed ``seconds`` if nothing is delivered before.

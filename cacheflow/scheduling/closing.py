@@ -7,14 +7,10 @@ the order in which the suffix needs them. Asks what is known and leaves the sear
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from cacheflow.scheduling.ending import Ending
 from cacheflow.scheduling.feeding import Feeding
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Closing", "Plan"]
 
@@ -22,21 +18,14 @@ _FEW: Final = 16
 """From so many free cells on the end is planned cell by cell."""
 
 
-@lru_cache(maxsize=64)
-def _rests(layers: int, low: int, suffix_layer: float) -> tuple[float, ...]:
-    """What is left of a suffix that stands at layer ``low``, from each layer on: seconds."""
-    ahead = [(layers - layer) * suffix_layer for layer in range(low, layers)]
-    return (*[(layers - low) * suffix_layer] * low, *ahead)
-
-
 class Plan:
-    """Where both ends of one request meet: tile and layer of each free cell, in the order of
-    compute, and what is expected of them."""
+    """Where both ends of one request meet: its free cells in the order of compute, as runs of
+    layers (tile, first, behind the last), and what is expected of them."""
 
-    __slots__ = ("_ending", "_places")
+    __slots__ = ("_ending", "_runs")
 
-    def __init__(self, places: list[tuple[int, int]], ending: Ending) -> None:
-        self._places = places
+    def __init__(self, runs: list[tuple[int, int, int]], ending: Ending) -> None:
+        self._runs = runs
         self._ending = ending
 
     def computes(self) -> bool:
@@ -46,13 +35,18 @@ class Plan:
     def loads(self) -> dict[int, int]:
         """The layers (bitmap) of each tile that are the channel's."""
         loads: dict[int, int] = {}
-        for t, layer in self._places[self._ending.meeting() :]:
-            loads[t] = loads.get(t, 0) | 1 << layer
+        ahead = self._ending.meeting()
+        for t, first, stop in self._runs:
+            if (low := first + ahead) < stop:
+                loads[t] = loads.get(t, 0) | (1 << stop) - (1 << low)
+            ahead = max(low - stop, 0)
         return loads
 
 
 class Closing(Feeding):
     """A request that can be near its end."""
+
+    __slots__ = ()
 
     def ending(self, now: float) -> Plan | None:
         """Where both ends should meet; None while many cells are left, or while the fluid balance
@@ -69,42 +63,47 @@ class Closing(Feeding):
             or self._outlook.compute.is_guess
         ):
             return None
-        places: list[tuple[int, int]] = []
+        runs: list[tuple[int, int, int]] = []
         compute: list[float] = []
         load: list[float] = []
+        rest: list[float] = []
         chunk_seconds = self._strides[channels[0]] / model.bandwidth
-        low, layers = self.suffix_low[0], self.spec.num_layers
-        rests = _rests(layers, low, suffix_layer)
+        layers = self.spec.num_layers
         for t in self._free_tiles():
             state = self.tiles[t]
             cost = self._outlook.layer_seconds(state.work) or 0.0
             free, below = state.free, state.low
             load += [state.tile.width // self.spec.chunk_tokens * chunk_seconds] * free.bit_count()
             while free:
-                layer = (free & -free).bit_length() - 1
-                free &= free - 1
-                places.append((t, layer))
-                compute.append(cost * (layer + 1 - below))
-                below = layer + 1
+                first = (free & -free).bit_length() - 1
+                taken = ~(free >> first)
+                stop = first + (taken & -taken).bit_length() - 1
+                runs.append((t, first, stop))
+                # To its first cell compute has to pass the layers below; the others come next.
+                compute.append(cost * (first + 1 - below))
+                compute += [cost] * (stop - first - 1)
+                rest += [(layers - layer) * suffix_layer for layer in range(first, stop)]
+                free, below = free >> stop << stop, stop
         ending = Ending(
             compute,
             load,
-            [rests[layer] for _, layer in places],
+            rest,
             compute_free=self._outlook.current_left(now),
             channel_free=model.left(model.in_flight_bytes, now) or 0.0,
-            landed=self._landed(rests, now),
-            suffix=rests[0],
+            landed=self._landed(suffix_layer, now),
+            suffix=(layers - self.suffix_low[0]) * suffix_layer,
         )
-        return Plan(places, ending)
+        return Plan(runs, ending)
 
-    def _landed(self, rests: Sequence[float], now: float) -> float:
-        """Seconds until the suffix would end if it waited for nothing but what is under way.
-        ``rests``: what is left of it from each layer on."""
+    def _landed(self, suffix_layer: float, now: float) -> float:
+        """Seconds until the suffix would end if it waited for nothing but what is under way."""
         landed, flights = 0.0, self._flights
+        low, layers = self.suffix_low[0], self.spec.num_layers
         for channel, loads in self._loads.items():
             if loads:
                 for load_id, seconds in self._outlook.channels[channel].landings(flights, now):
-                    landed = max(landed, seconds + rests[flights[load_id].layers.start])
+                    first = max(flights[load_id].layers.start, low)
+                    landed = max(landed, seconds + (layers - first) * suffix_layer)
         return landed
 
     @property

@@ -63,7 +63,10 @@ class Ending:
         crossing = bisect_left(every, True, key=lambda cells: computed[cells] >= loaded(cells))
         best = max(computed[crossing], loaded(crossing))
         if crossing:
-            best = min(best, loaded(crossing - 1))  # compute is the earlier one there
+            before = loaded(crossing - 1)  # compute is the earlier one there
+            if before > best * _SAME:
+                return crossing  # With fewer cells still, loads are no sooner.
+            best = min(best, before)
         best *= _SAME  # and so no earlier than loads at the crossing
         return bisect_left(every, True, hi=crossing, key=lambda cells: loaded(cells) <= best)
 
@@ -76,13 +79,13 @@ class Ending:
 
     def _loaded(self, cells: int) -> float:
         """When the suffix would end if compute took so many cells in no time."""
-        if cells in self._ends:
-            return self._ends[cells]
-        end, sent = self._landed, self._channel_free
-        for rest, i, load in self._loads:
-            if i >= cells:
-                sent += load
-                if sent + rest > end:
-                    end = sent + rest
-        self._ends[cells] = end
-        return end
+        ends = self._ends
+        if cells not in ends:
+            end, sent = self._landed, self._channel_free
+            for rest, i, load in self._loads:
+                if i >= cells:
+                    sent += load
+                    if (late := sent + rest) > end:
+                        end = late
+            ends[cells] = end
+        return ends[cells]

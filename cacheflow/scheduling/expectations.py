@@ -25,6 +25,8 @@ recompute is not begun."""
 class Expectations(Sharing):
     """A ledger that knows what things are expected to take."""
 
+    __slots__ = ()
+
     def remaining(self, now: float) -> float:
         """Seconds to the end of the suffix with all resources to itself (0 if nothing is known)."""
         outlook = self._outlook
@@ -193,11 +195,6 @@ class Expectations(Sharing):
             lags = self._outlook.channels[load.channel].lags_from(load.id, seconds)
             times.append(max(lags, now))
         return min(times)
-
-    def _lands_in(self, load: Load, now: float) -> float:
-        """Seconds until a load under way is there; what was silent so far is as long again."""
-        model = self._outlook.channels[load.channel]
-        return max(model.left(model.ahead(load.id), now) or 0.0, model.lag(load.id, now))
 
     def _late_at(self, load: Load, seconds: float, now: float) -> float:
         """When a load under way will look ``seconds`` away if nothing is delivered before."""

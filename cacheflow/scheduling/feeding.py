@@ -8,8 +8,7 @@ stage before delivers it. Without a hidden state a tile can be loaded and nothin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cacheflow.scheduling.expectations import Expectations
 from cacheflow.types import Span
@@ -29,8 +28,7 @@ _AHEAD: Final = 2.0
 _HIDDEN: Final = Span(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(NamedTuple):
     """Cells (or boundary activations) a channel could be asked for in one load."""
 
     tile: int
@@ -68,6 +66,8 @@ class _Feed:
 
 class Feeding(Expectations):
     """A request whose tiles have to be fed, if its spec says so."""
+
+    __slots__ = ("_asked", "_feeds", "_hidden_strides", "suffix_fed")
 
     def __init__(
         self, spec: RequestSpec, policy: Policy, outlook: Outlook, *, pools: bool = False

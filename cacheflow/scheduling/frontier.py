@@ -31,6 +31,8 @@ _INFINITE: Final = float("inf")
 class Frontier(Racing):
     """Cells, claims and readiness of one request."""
 
+    __slots__ = ()
+
     def next_work(self, glance: Glance) -> TileWork | None:
         """The lowest tile (then the suffix) whose next layer compute should take now."""
         for t in self._candidates():

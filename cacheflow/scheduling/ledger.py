@@ -32,11 +32,65 @@ _Counted: TypeAlias = tuple[int, dict[str, int], dict[str, int], int]
 NOTHING: Final[_Counted] = (0, {}, {}, 0)
 _Marks: TypeAlias = tuple[bool, bool, bool, bool, bool]
 """In which of the bitmaps of tiles a tile is: those below, in their order."""
-_UNMARKED: Final[_Marks] = (False, True, False, False, False)
+_UNTOUCHED: Final[_Marks] = (True, True, False, False, True)
+"""Of a tile that no channel is known to have."""
 
 
 class Ledger:
-    """State of one request. Every method expects the caller to hold the scheduler's gate."""
+    """State of one request. Every method expects the caller to hold the scheduler's gate.
+
+    With slots, down to :class:`Frontier`: an object with so many attributes has a dictionary of its
+    own, in which CPython's inline caches find neither attributes nor methods.
+    """
+
+    __slots__ = (
+        "_by_layers",
+        "_counted",
+        "_coverage",
+        "_flights",
+        "_front",
+        "_has_free",
+        "_has_wanted",
+        "_hides",
+        "_holes",
+        "_last_load",
+        "_led_bytes",
+        "_led_free",
+        "_left",
+        "_loads",
+        "_marked",
+        "_only",
+        "_open",
+        "_outlook",
+        "_pools",
+        "_running",
+        "_shared",
+        "_strides",
+        "_suffix_work",
+        "_whole_tiles",
+        "begun",
+        "cancelled",
+        "compute_turned_away",
+        "computing",
+        "family",
+        "filled",
+        "free",
+        "free_bytes",
+        "heights",
+        "held",
+        "is_first_to_compute",
+        "is_first_to_load",
+        "leaves",
+        "led",
+        "policy",
+        "spec",
+        "suffix_low",
+        "taken_at",
+        "tiles",
+        "todo",
+        "turned_away",
+        "vain_wait",
+    )
 
     def __init__(
         self, spec: RequestSpec, policy: Policy, outlook: Outlook, *, pools: bool = False
@@ -103,26 +157,29 @@ class Ledger:
     def _lay_out(self) -> None:
         """Every tile and suffix piece, nothing of them done."""
         spec, work = self.spec, self._outlook.compute.work
+        works = [work(tile) for tile in spec.tiles]
         self.tiles = [
-            TileState(tile, spec.num_layers, spec.chunk_tokens, work(tile)) for tile in spec.tiles
+            TileState(tile, spec.num_layers, spec.chunk_tokens, each)
+            for tile, each in zip(spec.tiles, works, strict=True)
         ]
         self._suffix_work = [work(piece) for piece in spec.suffix]
         self.suffix_low = [0] * len(spec.suffix)
-        self._has_free = 0
+        every = (1 << len(self.tiles)) - 1
+        self._has_free = every
         """Tiles with free cells."""
-        self._open = (1 << len(self.tiles)) - 1
+        self._open = every
         """Tiles that are not complete."""
         self._running = 0
         self._has_wanted = 0
         """Tiles that some channel could be asked for."""
-        self._holes = 0
+        self._holes = every
         """Tiles that compute has to go on with, since something of them cannot be loaded."""
         self._front = [0] * spec.num_layers
         """Per layer: how many leading tiles are ready."""
-        self._counted: list[_Counted] = [NOTHING] * len(self.tiles)
-        self._marked: list[_Marks] = [_UNMARKED] * len(self.tiles)
-        for t in range(len(self.tiles)):
-            self._recount(t)
+        self._counted: list[_Counted] = [(spec.num_layers, {}, {}, 0)] * len(self.tiles)
+        self._marked: list[_Marks] = [_UNTOUCHED] * len(self.tiles)
+        for total in (self.todo, self.free, self._outlook.all_work):
+            total.add_each(spec.num_layers, works)
         for work_of_piece in self._suffix_work:
             self._count_suffix(spec.num_layers, work_of_piece)
         self._outlook.requests += 1

@@ -34,6 +34,8 @@ _LEAST_HELD: Final = 2
 class Loading(Closing):
     """A request as channels see it."""
 
+    __slots__ = ()
+
     def next_reach(self, channel: str, glance: Glance) -> Reach | None:
         """What ``channel`` should be asked for next: an activation that compute is about to need,
         else cells from the back."""
@@ -47,8 +49,10 @@ class Loading(Closing):
             return self._top_layer(channel, glance.now)
         ending = glance.ending
         if ending is not None:
-            masks = {t: mask & self._allowed(t, channel) for t, mask in ending.loads().items()}
-            masks = {t: mask for t, mask in masks.items() if mask}
+            masks = {}
+            for t, planned in ending.loads().items():
+                if mask := planned & self._allowed(t, channel):
+                    masks[t] = mask
             return self._lowest_layer(channel, masks) if masks else None
         held = self._held_back(channel, glance) if self.policy.overlaps else {}
         if held and self.leaves:
@@ -113,16 +117,18 @@ class Loading(Closing):
     def _lowest_layer(self, channel: str, masks: Mapping[int, int]) -> Reach:
         """One load of the lowest layers: of one tile as long as no other has lower ones, or as many
         as the loads are ahead of the suffix, which is in no hurry for them then."""
-        lows = sorted(((mask & -mask).bit_length() - 1, t) for t, mask in masks.items())
-        low, t = lows[0]
-        chunks = self.tiles[t].chunks_for(channel, low)
+        lows = [((mask & -mask).bit_length() - 1, t) for t, mask in masks.items()]
+        low, t = lowest = min(lows)
+        state = self.tiles[t]
+        chunks = state.chunks_for(channel, low)
         stride = self._strides[channel] * len(chunks)
         ahead = max(low - self.suffix_low[0], 1)
-        others = lows[1][0] if len(lows) > 1 else _MOST
+        lows.remove(lowest)
+        others = min(lows)[0] if lows else _MOST
         stop = min(max(others, low + ahead), low + self._unit(channel, stride))
         taken = ~(masks[t] >> low)
         stop = min(stop, low + (taken & -taken).bit_length() - 1)
-        top = low + self.tiles[t].alike(channel, range(low, stop))
+        top = low + state.alike(channel, range(low, stop))
         return Reach(t, Span(low, top), chunks, stride * (top - low))
 
     def _allowed_from(self, first: int, channel: str) -> dict[int, int]:

@@ -38,6 +38,8 @@ class Order(Protocol):
 
     pools: ClassVar[bool]
     """Whether a cell is computed for the good of all requests together, not of its own."""
+    gang: ClassVar[bool]
+    """Whether a request has the same key for every resource."""
 
     def key(self, request: Frontier, resource: str, now: float) -> float:
         """Smallest first; ``resource`` is :data:`COMPUTE` or a channel."""
@@ -53,6 +55,7 @@ class Shortest:
     """
 
     pools: ClassVar[bool] = False
+    gang: ClassVar[bool] = True
 
     def __init__(self, beta: float) -> None:
         self._beta = beta
@@ -65,6 +68,7 @@ class Deadline:
     """Earliest deadline first. A request without one has as long as it needs, plus a minute."""
 
     pools: ClassVar[bool] = False
+    gang: ClassVar[bool] = True
 
     _NONE: ClassVar[float] = 60.0
 
@@ -86,6 +90,7 @@ class Makespan:
     """
 
     pools: ClassVar[bool] = True
+    gang: ClassVar[bool] = False
     _TOKENS_A_SECOND: ClassVar[float] = 1000.0
     _FIRST: ClassVar[float] = -1e6
 
@@ -103,6 +108,7 @@ class FirstCome:
     """In order of arrival."""
 
     pools: ClassVar[bool] = False
+    gang: ClassVar[bool] = True
 
     def key(self, request: Frontier, resource: str, now: float) -> float:
         return request.spec.arrival
@@ -112,6 +118,7 @@ class ShortestPrompt:
     """Shortest prompt first, whatever is left of it."""
 
     pools: ClassVar[bool] = False
+    gang: ClassVar[bool] = True
 
     def key(self, request: Frontier, resource: str, now: float) -> float:
         return request.spec.total_tokens
@@ -121,6 +128,7 @@ class LongestLeft:
     """Compute advances all requests alike; channels serve the one with most left to restore."""
 
     pools: ClassVar[bool] = False
+    gang: ClassVar[bool] = False
 
     def key(self, request: Frontier, resource: str, now: float) -> float:
         return request.position if resource == COMPUTE else -request.free.linear

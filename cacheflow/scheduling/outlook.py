@@ -67,6 +67,13 @@ class Work:
         else:
             self.linear = self.attention = 0.0
 
+    def add_each(self, count: int, works: Sequence[tuple[float, float]]) -> None:
+        """``count`` (> 0) more layers of each of some tiles."""
+        self.count += count * len(works)
+        for linear, attention in works:
+            self.linear += count * linear
+            self.attention += count * attention
+
     def add_all(self, other: Work, sign: int) -> None:
         """Plus (or minus) all of ``other``."""
         self.count += sign * other.count

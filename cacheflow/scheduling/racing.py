@@ -24,6 +24,8 @@ _INFINITE: Final = float("inf")
 class Racing(Loading):
     """A request with loads in flight."""
 
+    __slots__ = ()
+
     @property
     def _price(self) -> float:
         """What a second of racing a load is worth: it is work done twice, so where others wait for
@@ -36,20 +38,23 @@ class Racing(Loading):
 
     def _flights_of(self, state: TileState, layer: int) -> list[Load]:
         """Loads under way that bring (a part of) this cell."""
+        t = state.tile.index - self.spec.tiles[0].index
         return [
             load
             for load in self._flights.values()
-            if self.tiles[load.tile] is state and load.layers.start <= layer < load.layers.stop
+            if load.tile == t and load.layers.start <= layer < load.layers.stop
         ]
 
     def _landing(self, state: TileState, layer: int, now: float) -> float | None:
         """Seconds until this cell's loads are there; None if they are late or somebody else's."""
-        flights = self._flights_of(state, layer)
-        for flight in flights:
+        latest = None
+        for flight in self._flights_of(state, layer):
             model = self._outlook.channels[flight.channel]
-            if model.late_from() <= now or model.lag(flight.id, now):
+            if model.late_from() <= now or (model.was_passed and model.lag(flight.id, now)):
                 return None
-        return max((self._lands_in(flight, now) for flight in flights), default=None)
+            seconds = model.left(model.ahead(flight.id), now) or 0.0
+            latest = seconds if latest is None else max(latest, seconds)
+        return latest
 
     def _race_at(self, flights: Iterable[Load], seconds: float, now: float) -> float:
         """When a cell that these loads bring should be raced, which takes ``seconds``."""

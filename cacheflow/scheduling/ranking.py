@@ -6,6 +6,7 @@ its queues. Hands out no work.
 
 from __future__ import annotations
 
+from collections import deque
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
@@ -32,6 +33,11 @@ _LEAST_WAIT: Final = 1e-3
 _MOST_WAIT: Final = 1.0
 _SAME_SPEED: Final = 1.5
 """Up to this factor, the order of requests is left as it was ranked."""
+_RANKED_AT_ONCE: Final = 32
+"""Requests; some 20 us each."""
+_TIDIED_AT_ONCE: Final = 256
+"""After so many, what they left behind in the queues is cleared away: a multiple of those ranked at
+once."""
 
 
 class Ranking:
@@ -73,6 +79,8 @@ class Ranking:
         self._compute = Queue()
         self._channels: dict[str, Queue] = {}
         self._speeds: tuple[float, ...] = ()
+        self._unranked: deque[str] = deque()
+        """Requests that are to be ranked anew."""
         self._timers: list[tuple[float, str]] = []
         self._wake: dict[str, float] = {}
         self._max_requests = _INFINITE if max_requests is None else max_requests
@@ -99,7 +107,9 @@ class Ranking:
     def _rank(self, frontier: Frontier, resource: str, now: float) -> Rank:
         """As urgent as the most urgent of those that wait for its cells, and right before it."""
         rank = self._own_rank(frontier, resource, now)
-        for member in frontier.family if frontier.is_leant_on else ():
+        if len(frontier.family) == 1 or not frontier.is_leant_on:
+            return rank
+        for member in frontier.family:
             if not member.cancelled and member.leans_on(frontier):
                 priority, key, number = self._own_rank(member, resource, now)
                 # Owners of earlier tiles first, where several inherit from one.
@@ -155,33 +165,42 @@ class Ranking:
             self._outside.put(frontier.spec.id, self._rank(frontier, COMPUTE, now))
             return
         frontier.vain_wait = 0.0
-        request_id = frontier.spec.id
+        request_id, rank = frontier.spec.id, None
         if not frontier.computing:
             parked = self._compute.is_parked(request_id)
             if parked and frontier.next_work(glance := Glance(frontier, now)) is None:
                 # Putting it back to be asked in vain would only interrupt whoever computes.
-                self._park_compute(frontier, glance)
+                rank = self._park_compute(frontier, glance)
             else:
                 frontier.turn_compute_away(False)
-                self._compute.put(request_id, self._rank(frontier, COMPUTE, now))
+                rank = self._rank(frontier, COMPUTE, now)
+                self._compute.put(request_id, rank)
+        gang = (frontier.policy.order or self._order).gang
         for channel in frontier.channels:
             frontier.turn_away(channel, False)
-            self._channels[channel].put(request_id, self._rank(frontier, channel, now))
+            if rank is None or not gang:
+                rank = self._rank(frontier, channel, now)
+            self._channels[channel].put(request_id, rank)
 
     def _rank_again(self, now: float) -> None:
-        """Rank everybody anew once costs are known, or are not what they were."""
+        """Rank everybody anew once costs are known, or are not what they were; where that is many,
+        some at every call, so that none takes long."""
         speeds = self._outlook.speeds()
-        if all(
+        if len(self._speeds) != len(speeds) or not all(
             old / _SAME_SPEED < new < old * _SAME_SPEED
-            for old, new in zip(self._speeds, speeds, strict=False)
-        ) and len(self._speeds) == len(speeds):
+            for old, new in zip(self._speeds, speeds, strict=True)
+        ):
+            self._speeds = speeds
+            self._unranked = deque(self._requests)
+        if not self._unranked:
             return
-        self._speeds = speeds
-        for frontier in self._requests.values():
-            if not frontier.cancelled:
+        for _ in range(min(_RANKED_AT_ONCE, len(self._unranked))):
+            frontier = self._requests.get(self._unranked.popleft())
+            if frontier is not None and not frontier.cancelled:
                 self._put_back(frontier, now)
-        for queue in (self._compute, *self._channels.values()):
-            queue.tidy()
+        if len(self._unranked) % _TIDIED_AT_ONCE < _RANKED_AT_ONCE:
+            for queue in (self._compute, *self._channels.values()):
+                queue.tidy()
 
     def _backlog(self, frontier: Frontier) -> tuple[float, float]:
         """Seconds of compute and of loads planned for all requests but ``frontier``."""
@@ -243,10 +262,11 @@ class Ranking:
             self._channels[channel].drop(frontier.spec.id)
         self._let_in(now)
 
-    def _park_compute(self, frontier: Frontier, glance: Glance) -> None:
-        """It has nothing for compute, as ``glance`` showed."""
+    def _park_compute(self, frontier: Frontier, glance: Glance) -> Rank:
+        """It has nothing for compute, as ``glance`` showed; its rank."""
         now = glance.now
-        self._compute.park(frontier.spec.id, self._rank(frontier, COMPUTE, now))
+        rank = self._rank(frontier, COMPUTE, now)
+        self._compute.park(frontier.spec.id, rank)
         frontier.turn_compute_away(True)
         when = frontier.wake_at(glance)
         if when <= now:  # It was just asked, in vain: each time wait longer to ask again.
@@ -256,6 +276,7 @@ class Ranking:
             self._wake_compute(frontier.spec.id, when)
         else:
             self._wake.pop(frontier.spec.id, None)
+        return rank
 
     def _wake_up(self, now: float) -> None:
         """Requests whose loads are late by now wait for compute again."""

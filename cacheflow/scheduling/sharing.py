@@ -20,6 +20,8 @@ __all__ = ["Sharing"]
 class Sharing(Ledger):
     """A ledger that may have tiles in common with others."""
 
+    __slots__ = ()
+
     def join(self, leader: Frontier, tiles: int) -> None:
         """The first ``tiles`` tiles are those of ``leader``. Before anything is done for either of
         them here.

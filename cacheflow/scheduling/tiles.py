@@ -92,8 +92,9 @@ class TileState:
         """Layers that compute has to pass whatever can be loaded: another rank cannot load them."""
         self.passing = False
         """The stage behind wants what comes out of the last layer: compute has to get there."""
-        # Derived, see refresh().
-        self.loadable = self.in_flight = self.must = self.free = 0
+        # Derived, see refresh(); so far no channel has any of it.
+        self.loadable = self.in_flight = 0
+        self.free, self.must = self.full, num_layers
         self.wanted: dict[str, int] = {}
         """Layers that each channel could usefully be asked for now."""
         self.counts: dict[str, int] = {}
@@ -104,7 +105,6 @@ class TileState:
         """How many (chunk, layer) any channel could be asked for."""
         self.shared = 0
         """How many of them several channels have."""
-        self.refresh()
 
     @property
     def committing(self) -> int:
@@ -124,6 +124,10 @@ class TileState:
         ``loadable``: layers that every chunk has, will have or can get. ``must``: compute has to
         pass layers ``[0, must)``, since the highest of them cannot be loaded.
         """
+        first = self.parts[0]
+        if len(self.parts) == 1 and len(first.sources) == 1:  # nearly always
+            self._refresh_one(first)
+            return
         loadable, in_flight = self.full, 0
         for part in self.parts:
             mask = part.loaded
@@ -138,16 +142,19 @@ class TileState:
         self.must = max(missing.bit_length(), self.asked)
         floor = max(self.low, self.must)
         usable = (loadable & ~self.ready) >> floor << floor
-        first = self.parts[0]
-        if len(self.parts) == 1 and len(first.sources) == 1:  # nearly always
-            self._want_one(first, usable)
-        else:
-            self._want(usable)
+        self._want(usable)
 
-    def _want_one(self, part: Part, usable: int) -> None:
-        """:meth:`_want` of a tile in one piece that one channel has."""
+    def _refresh_one(self, part: Part) -> None:
+        """:meth:`refresh` of a tile in one piece that one channel has."""
         ((channel, layers),) = part.sources.items()
-        found = layers & usable & ~(part.loaded | part.in_flight)
+        full, ready, loaded, in_flight = self.full, self.ready, part.loaded, part.in_flight
+        self.loadable = loadable = full & (loaded | layers)
+        self.in_flight = in_flight & ~ready
+        self.free = full & ~(ready | in_flight)
+        missing = full if self.passing else full & ~(loadable | ready)
+        self.must = must = max(missing.bit_length(), self.asked)
+        floor = max(self.low, must)
+        found = (full & layers & ~(ready | loaded | in_flight)) >> floor << floor
         self.union = found.bit_count() * len(part.chunks)
         self.wanted = {channel: found} if found else {}
         self.counts = self.only = {channel: self.union} if found else {}
@@ -203,6 +210,13 @@ class TileState:
         self._limit(channel, layers, lambda known: known)
 
     def _limit(self, channel: str, layers: Sequence[int], most: Callable[[int], int]) -> None:
+        if len(self.parts) == 1:
+            part = self.parts[0]
+            known = layers[part.chunks[0] : part.chunks[-1] + 1]
+            if len(known) == len(part.chunks) == known.count(known[0]):  # nearly always
+                if mask := known[0] & most(part.sources.pop(channel, 0)):
+                    part.sources[channel] = mask
+                return
         parts = []
         for part in self.parts:
             bound = most(part.sources.get(channel, 0))

@@ -37,13 +37,15 @@ def test_same_seed_same_output() -> None:
 
 
 def test_a_table_for_people() -> None:
-    """Without `--json` there is a row a policy, and it fits 80 columns."""
+    """Without `--json` there is a row a policy, and it fits 80 columns. P99 of a few requests is
+    one of them, and says little of a policy."""
     result = simulate(*FEW, "--load", "0")
     assert result.exit_code == 0, result.output
     assert "adaptive" in result.stdout
     assert "all at once" in result.stdout
     assert "…" not in result.stdout
     assert "prefixes: rounded to chunks of 512 tokens" in result.stdout
+    assert "compare several --seed" in result.stdout
 
 
 @pytest.mark.parametrize(
