@@ -61,6 +61,7 @@ class Closing(Feeding):
         if (
             not (model.bandwidth and suffix_layer and model.is_known)
             or self._outlook.compute.is_guess
+            or self._outlook.is_on_trial(channels[0])
         ):
             return None
         runs: list[tuple[int, int, int]] = []

@@ -41,6 +41,8 @@ that is faster outweighs it. A slower one does not: after a pause the first ofte
 it may be latency or bandwidth."""
 _FASTER: Final = 0.67
 """Of what was expected: below this an observation contradicts it."""
+_SLOWER: Final = 1.1
+"""Above this the first load after a while does not confirm what was known."""
 _LAUNCH_MEMORY: Final = 0.1
 """How much of what is believed of passes one of them changes."""
 _INFINITE: Final = float("inf")
@@ -123,6 +125,9 @@ class Outlook:
         self._deliveries: dict[str, int] = {}
         """Loads that each channel has delivered since it was silent for long, or much faster than
         believed."""
+        self._tried: dict[str, int] = {}
+        """Bytes of the one load that a channel has delivered since it was silent for long, if that
+        came later than expected."""
         self._late: dict[str, float] = {}
         self._streak = 0
 
@@ -220,7 +225,10 @@ class Outlook:
         if delivered:
             self._late[load.channel] = ratio = model.over_expected(load.id, now)
             old = now - self._delivered_at.get(load.channel, -_INFINITE) > _FRESH_SECONDS
-            if old and ratio < _FASTER:
+            on_trial = old or self._tried.pop(load.channel, None) is not None
+            if old and ratio > _SLOWER:  # By latency or by bandwidth: a larger one will tell.
+                self._tried[load.channel] = load.nbytes
+            if on_trial and ratio < _FASTER:
                 model.doubt()
             surprise = old or ratio < _FASTER
             self._deliveries[load.channel] = 1 if surprise else self._deliveries[load.channel] + 1
@@ -279,9 +287,16 @@ class Outlook:
         return model.in_flight_bytes < bandwidth * (seconds + model.latency)
 
     def is_probing(self, channel: str, nbytes: int) -> bool:
-        """Whether ``nbytes`` more would tell latency from bandwidth; compute may overtake them."""
+        """Whether ``nbytes`` more would tell latency from bandwidth, as one load of a new link or a
+        slow first one of a known one, does not; compute may overtake them."""
         model = self.channels[channel]
-        return model.is_guess and not model.in_flight and nbytes > model.typical_bytes
+        first = model.typical_bytes if model.is_guess else self._tried.get(channel, _INFINITE)
+        return not model.in_flight and nbytes > first
+
+    def is_on_trial(self, channel: str) -> bool:
+        """Whether one load has come later than what was known of the channel a while ago said: the
+        next one tells why."""
+        return channel in self._tried
 
     def unit_layers(
         self, channel: str, stride: int, free: int, parts: int, least_seconds: float
@@ -295,7 +310,8 @@ class Outlook:
         if not bandwidth:
             return 1
         left = model.in_flight_bytes + free
-        share = _GUESS_SHARE if model.is_guess else _UNIT_SHARE
+        on_trial = model.is_guess or channel in self._tried
+        share = _GUESS_SHARE if on_trial else _UNIT_SHARE
         nbytes = max(left / parts, min(bandwidth * least_seconds, left * share))
         nbytes = min(nbytes, self.max_load_bytes)
         return max(1, int(nbytes / stride))

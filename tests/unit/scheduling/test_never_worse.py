@@ -31,9 +31,10 @@ def test_batches_never_lose_to_the_best_rival(objective: str) -> None:
     assert not bench.batch_misses(results)
 
 
-@pytest.mark.parametrize("seed", [433, 656, 832, 1070, 1088, 1229, 1316, 1463])
+@pytest.mark.parametrize("seed", [433, 656, 832, 1070, 1088, 1229, 1316, 1463, 1760])
 def test_what_is_wrong_is_found_out_in_time(seed: int) -> None:
     """Compute believed up to nine times slower than it is gets one layer to prove it, and a link
-    believed eight times slower one load; of a new link a second load tells latency from bandwidth.
+    believed eight times slower one load; of a new link, and of one whose first load was slow, a
+    second load tells latency from bandwidth.
     Of 2,000 instances these were the worst; all are over within 150 ms."""
     assert bench.single(seed).ratio <= bench.SINGLE_LIMITS[1.0]
