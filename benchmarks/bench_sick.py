@@ -242,7 +242,7 @@ def tell(found: dict[str, Any]) -> None:
         )
         for name, each in found["hung"].items()
     ]
-    heads = ("channel, hung", "first", "later", "waited", "two layers")
+    heads: tuple[str, ...] = ("channel, hung", "first", "later", "waited", "two layers")
     caption = "time to the first token over recompute alone: median, least - most"
     show(f"hung, {found['model']}, {found['tokens']} tokens", heads, rows, caption)
     rows = [
