@@ -7,6 +7,7 @@ the store has to be used again by itself.
 
     make bench-pool-faults
     UCX_TLS=all make bench-pool-faults ARGS="--transport nixl"
+    sudo UCX_TLS=tcp make bench-pool-faults ARGS="--transport nixl --namespace"
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 from rich.console import Console
@@ -30,17 +31,19 @@ from rigs import model_options, opened
 
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings
+from cacheflow.testing.net_namespace import NetNamespace, why_no_namespace
 from cacheflow.testing.store_process import StoreProcess
 from cacheflow.testing.tcp_proxy import TcpProxy
 from cacheflow.types import LoadEnded, LoadOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from cacheflow.abc import Engine
     from cacheflow.types import Event
 
 FAULTS: Final = ("kill", "stop", "cut", "black hole")
+IN_NAMESPACE: Final = ("kill", "stop", "unplugged")
 _TOKEN: Final = "a token for the store of the bench"
 _BEHIND: Final = "127.0.0.2"
 """Where the store listens; clients know the proxy, which has the same ports."""
@@ -84,16 +87,25 @@ class Watch:
 class Campaign:
     """``restores`` in all, spread over the faults; prompts have ``tokens`` each.
 
-    Over transport ``nixl`` bytes go round the proxy: of what is cut, only the side channel is.
+    Over transport ``nixl`` bytes go round the proxy: of what is cut, only the side channel is. With
+    a ``namespace`` the store is in there instead, and nothing goes round its cable.
     """
 
     def __init__(
-        self, engine: Engine, folder: Path, restores: int, tokens: int, transport: str = "tcp"
+        self,
+        engine: Engine,
+        folder: Path,
+        restores: int,
+        tokens: int,
+        transport: str = "tcp",
+        *,
+        namespace: bool = False,
     ) -> None:
         self._engine = engine
         self._folder = folder
         self._transport = transport
-        self._each = max(1, restores // (2 * len(FAULTS)))
+        self._faults = IN_NAMESPACE if namespace else FAULTS
+        self._each = max(1, restores // (2 * len(self._faults)))
         chance = random.Random(restores)
         self._prompts = [[chance.randrange(300) for _ in range(tokens)] for _ in range(3)]
         self._cold: list[list[int]] = []
@@ -103,30 +115,47 @@ class Campaign:
         """All faults, one after another, on one client."""
         token = self._folder / "token"
         await asyncio.to_thread(token.write_text, _TOKEN)
-        store = StoreProcess(
+        with ExitStack() as stack:
+            try:
+                store, network, address = await asyncio.to_thread(self._place, stack)
+                settings = self._settings(address, token)
+                opened = CacheFlow.open(settings, engine=self._engine, observer=self._watch)
+                async with opened as flow:
+                    for prompt in self._prompts:
+                        self._cold.append(await self._ask(flow, prompt, "recompute", save=True))
+                    return [
+                        await self._phase(flow, fault, store, network) for fault in self._faults
+                    ]
+            finally:
+                await asyncio.to_thread(stack.close)
+
+    def _place(self, stack: ExitStack) -> tuple[StoreProcess, TcpProxy | NetNamespace, str]:
+        """A store behind a network that can be cut, and the address that it has for clients."""
+        network: TcpProxy | NetNamespace
+        if self._faults is IN_NAMESPACE:
+            network = stack.enter_context(NetNamespace("f"))
+            store = self._store(network.address)
+            store.prefix = network.command
+            stack.enter_context(store)
+            return store, network, f"{network.address}:{store.port}"
+        store = stack.enter_context(self._store(_BEHIND))
+        ports = [int(str(store.options[name])) for name in ("port", "data_port")]
+        network = stack.enter_context(TcpProxy("127.0.0.1", _BEHIND, ports))
+        return store, network, store.address
+
+    def _store(self, host: str) -> StoreProcess:
+        return StoreProcess(
             self._folder / "log",
             arena="64MiB",
-            host=_BEHIND,
+            host=host,
             token=_TOKEN,
             spill=self._folder / "spill",
             transports=json.dumps([self._transport]),
         )
-        ports = [int(str(store.options[name])) for name in ("port", "data_port")]
-        with ExitStack() as stack:
-            await asyncio.to_thread(stack.enter_context, store)
-            proxy = TcpProxy("127.0.0.1", _BEHIND, ports)
-            await asyncio.to_thread(stack.enter_context, proxy)
-            settings = self._settings(ports[0], token)
-            async with CacheFlow.open(settings, engine=self._engine, observer=self._watch) as flow:
-                for prompt in self._prompts:
-                    self._cold.append(await self._ask(flow, prompt, "recompute", save=True))
-                phases = [await self._phase(flow, fault, store, proxy) for fault in FAULTS]
-            await asyncio.to_thread(stack.close)
-        return phases
 
-    def _settings(self, port: int, token: Path) -> Settings:
+    def _settings(self, address: str, token: Path) -> Settings:
         options = {
-            "peers": [f"127.0.0.1:{port}"],
+            "peers": [address],
             "transports": [self._transport],
             "token_file": str(token),
             "request_seconds": 0.3,
@@ -137,15 +166,15 @@ class Campaign:
         return Settings(tiers=[tier], staging_bytes=1 << 23, load_deadline=2.0)
 
     async def _phase(
-        self, flow: CacheFlow, fault: str, store: StoreProcess, proxy: TcpProxy
+        self, flow: CacheFlow, fault: str, store: StoreProcess, network: TcpProxy | NetNamespace
     ) -> Phase:
         phase = Phase(fault)
         published, corrupt = self._watch.published, self._watch.corrupt
         await self._restores(flow, phase)  # healthy, and then:
-        begin, end = _ways(fault, store, proxy)
-        await begin()
+        begin, end = _ways(fault, store, network)
+        await asyncio.to_thread(begin)
         await self._restores(flow, phase)
-        await end()
+        await asyncio.to_thread(end)
         start = time.monotonic()
         before = self._watch.published
         while self._watch.published == before:
@@ -182,33 +211,21 @@ class Campaign:
 
 
 def _ways(
-    fault: str, store: StoreProcess, proxy: TcpProxy
-) -> tuple[Callable[[], Awaitable[Any]], Callable[[], Awaitable[Any]]]:
-    """How the fault begins and how it ends."""
-
-    async def begin() -> None:
-        match fault:
-            case "kill":
-                await asyncio.to_thread(store.kill)
-            case "stop":
-                await asyncio.to_thread(store.freeze)
-            case "cut":
-                proxy.cut()
-            case _:
-                proxy.swallow()
-
-    async def end() -> None:
-        match fault:
-            case "kill":
-                await asyncio.to_thread(store.start)
-            case "stop":
-                store.thaw()
-            case "cut":
-                proxy.cut()
-            case _:
-                proxy.pass_on()
-
-    return begin, end
+    fault: str, store: StoreProcess, network: TcpProxy | NetNamespace
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """How the fault begins and how it ends. Both block."""
+    match fault, network:
+        case "kill", _:
+            return store.kill, store.start
+        case "stop", _:
+            return store.freeze, store.thaw
+        case "unplugged", NetNamespace():
+            return network.unplug, network.plug
+        case "cut", TcpProxy():
+            return network.cut, network.cut
+        case "black hole", TcpProxy():
+            return network.swallow, network.pass_on
+    raise ValueError(fault)
 
 
 def wrong(phases: Sequence[Phase]) -> list[str]:
@@ -242,7 +259,12 @@ async def main(options: argparse.Namespace) -> list[Phase]:
     async with opened(options) as rig:
         with tempfile.TemporaryDirectory() as folder:
             campaign = Campaign(
-                rig.engine, Path(folder), options.restores, options.tokens, options.transport
+                rig.engine,
+                Path(folder),
+                options.restores,
+                options.tokens,
+                options.transport,
+                namespace=options.namespace,
             )
             return await campaign.run()
 
@@ -253,8 +275,12 @@ if __name__ == "__main__":
     parser.add_argument("--restores", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--transport", default="tcp", help="nixl: with UCX_TLS set, or on RDMA")
+    where = "the store in a network namespace, whose cable is pulled: for root, on Linux"
+    parser.add_argument("--namespace", action="store_true", help=where)
     arguments = parser.parse_args()
     logging.getLogger("cacheflow").setLevel(logging.ERROR)
+    if arguments.namespace and (reason := why_no_namespace()) is not None:
+        raise SystemExit(reason)
     found = uvloop.run(main(arguments))
     if arguments.json:
         print(json.dumps([asdict(phase) for phase in found], indent=1))

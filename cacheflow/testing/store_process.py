@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 from cacheflow.testing.freezing import freeze, thaw
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from signal import Signals
 
@@ -35,6 +36,8 @@ class StoreProcess:
 
     def __init__(self, log: Path, **options: object) -> None:
         self.port = free_port()
+        self.prefix: Sequence[str] = ()
+        """Before the command, which is to be what these words become (``exec``)."""
         self.options = {"port": self.port, "data_port": free_port(), **options}
         self._log = log
         self._process: subprocess.Popen[str] | None = None
@@ -56,7 +59,8 @@ class StoreProcess:
             RuntimeError: it does not.
         """
         variables = {f"CACHEFLOW_STORE_{name.upper()}": str(v) for name, v in self.options.items()}
-        command = [sys.executable, "-c", "from cacheflow.cli import main; main()", "store", "serve"]
+        program = [sys.executable, "-c", "from cacheflow.cli import main; main()"]
+        command = [*self.prefix, *program, "store", "serve"]
         with self._log.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 command,
