@@ -100,7 +100,7 @@ DEVICES = ["cpu", "cuda"]
 
 def two_devices(device: str) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL: it takes two devices")
+        pytest.skip("CUDA: two devices are needed, NCCL takes no two ranks on one")
 
 
 @pytest.mark.parametrize("device", DEVICES)

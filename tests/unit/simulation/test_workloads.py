@@ -96,12 +96,18 @@ def test_poisson_arrivals_keep_the_jobs() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"suffix_tokens": 0}, {"coverage": 1.5}, {"holes": -0.1}, {"count": 0}]
+    ("change", "option"),
+    [
+        ({"suffix_tokens": 0}, "--suffix"),
+        ({"coverage": 1.5}, "--coverage"),
+        ({"holes": -0.1}, "--holes"),
+        ({"count": 0}, "--requests"),
+    ],
 )
-def test_impossible_synthetic_settings_are_refused(change: dict[str, Any]) -> None:
+def test_impossible_synthetic_settings_are_refused(change: dict[str, Any], option: str) -> None:
     """Each is named by its option."""
     settings = {"count": 5, "lengths": parse_lengths("1k"), "chunk_tokens": 512, **change}
-    with pytest.raises(ConfigError, match="--requests"):
+    with pytest.raises(ConfigError, match=f"^{option} "):
         synthetic(**settings)
 
 
