@@ -8,7 +8,7 @@ import bench_never_worse as bench
 import pytest
 
 SINGLES: Final = range(200)
-BATCHES: Final = range(10)
+BATCHES: Final = range(8)
 LONGEST: Final = 32 << 10
 """The long ones, and most batches, are left to the benchmark: they take most of its time."""
 
