@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from bench_pool_peers import PHASES, Campaign, wrong
 
-from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.storage_backends.nixl.agent import why_missing
 from cacheflow.testing.etcd_server import find_etcd
-from cacheflow.types import TileGrid
+from tests.faults.campaigns import small_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,16 +27,7 @@ async def test_stores_come_and_go_and_no_request_notices(
     if transport == "nixl" and (reason := why_missing()) is not None:
         pytest.skip(f"no NIXL here: {reason}")
     monkeypatch.setenv("UCX_TLS", "all")
-    engine = await TransformersEngine.open_model(
-        model_folder,
-        dtype="float32",
-        grid=TileGrid((32, 32, 64), 128),
-        chunk_tokens=16,
-        kv_bytes=1 << 28,
-    )
-    try:
+    async with small_engine(model_folder) as engine:
         found = await Campaign(engine, tmp_path, 18, 405, transport).run()
-    finally:
-        await engine.aclose()
     assert [phase.name for phase in found.phases] == list(PHASES)
     assert wrong(found) == []

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 import pytest
 from bench_pool_faults import FAULTS, Campaign, wrong
 
-from cacheflow.plugins.transformers import TransformersEngine
 from cacheflow.storage_backends.nixl.agent import why_missing
-from cacheflow.types import TileGrid
+from tests.faults.campaigns import small_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,17 +28,8 @@ async def test_requests_complete_whatever_becomes_of_the_store(
     if transport == "nixl" and (reason := why_missing()) is not None:
         pytest.skip(f"no NIXL here: {reason}")
     monkeypatch.setenv("UCX_TLS", ucx)
-    engine = await TransformersEngine.open_model(
-        model_folder,
-        dtype="float32",
-        grid=TileGrid((32, 32, 64), 128),
-        chunk_tokens=16,
-        kv_bytes=1 << 28,
-    )
-    try:
+    async with small_engine(model_folder) as engine:
         phases = await Campaign(engine, tmp_path, 16, 405, transport).run()
-    finally:
-        await engine.aclose()
     assert [phase.fault for phase in phases] == list(FAULTS)
     assert wrong(phases) == []
     assert all(phase.longest_s < 5.0 for phase in phases)
