@@ -170,7 +170,24 @@ def _message(index: int, message: object) -> dict[str, Any]:
             f"message {index} of the prompt has no role: give 'system', 'user', 'assistant' or "
             "'tool'"
         )
-    return dict(message)
+    copied = dict(message)
+    if "content" in copied:
+        copied["content"] = _text(index, copied["content"])
+    return copied
+
+
+def _text(index: int, content: object) -> object:
+    """``content``, of a list of text parts their text: few templates know lists."""
+    if not isinstance(content, list | tuple):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ConfigError(
+                f"message {index} of the prompt has a part of type {kind!r}: give text, or parts "
+                'such as {"type": "text", "text": "..."}'
+            )
+    return "\n".join(part["text"] for part in content)
 
 
 def _no_prompt(prompt: object) -> ConfigError:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cacheflow.tiers.guarded import Guarded
     from cacheflow.tiers.health import Ailment, Health, HealthLimits
     from cacheflow.tiers.located import Located, locate
-    from cacheflow.tiers.opening import front
+    from cacheflow.tiers.opening import front, try_tiers
     from cacheflow.tiers.tier import Tier
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "front",
     "import_objects",
     "locate",
+    "try_tiers",
 ]
 
 _WHERE: Final = {
@@ -51,6 +52,7 @@ _WHERE: Final = {
     "export_objects": "archive",
     "import_objects": "archive",
     "locate": "located",
+    "try_tiers": "opening",
 }
 
 

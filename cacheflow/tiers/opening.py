@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from cacheflow.tiers.value import Value
     from cacheflow.types import Event, Observer
 
-__all__ = ["front", "open_tiers"]
+__all__ = ["front", "open_tiers", "try_tiers"]
+
+
+async def try_tiers(settings: Settings) -> None:
+    """Open the backends of ``settings`` and close them again: who loads a model first, for minutes,
+    hears of a wrong option before that.
+
+    Raises: as :func:`open_tiers`.
+    """
+    for tier in settings.tiers:
+        await (await _open(tier)).aclose()
 
 
 async def open_tiers(

@@ -46,13 +46,15 @@ class CompletionTurn:
         """The prompt in tokens."""
         given = self._prompt
         prompt = await self._service.words.encode(given) if isinstance(given, str) else given
-        wanted = self._body.max_tokens or _DEFAULT_TOKENS
+        wanted = self._body.max_tokens
         return Job(
             scope=self._scope,
             sampling=self._body.sampling,
             keep_seconds=self._body.keep_seconds,
             prompt=prompt,
-            max_new_tokens=self._service.room_for(prompt, "prompt", wanted, "max_tokens"),
+            max_new_tokens=self._service.room_for(
+                prompt, "prompt", wanted, "max_tokens", usual=_DEFAULT_TOKENS
+            ),
             made_of=Fingerprint.of((), None),
             stops=self._stops,
         )

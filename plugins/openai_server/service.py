@@ -71,9 +71,17 @@ class Service:
         parts = [tenant, body.cache_salt or "", user if self.settings.user_is_tenant else ""]
         return Scope(json.dumps(parts) if any(parts) else "", user, body.prompt_cache_key)
 
-    def room_for(self, prompt: list[int], param: str, wanted: int | None, limit: str) -> int:
+    def room_for(
+        self,
+        prompt: list[int],
+        param: str,
+        wanted: int | None,
+        limit: str,
+        usual: int | None = None,
+    ) -> int:
         """New tokens that may be made after ``prompt``. ``param``, ``limit``: the fields that said
-        the prompt and ``wanted``.
+        the prompt and ``wanted``; ``usual``: as many, or as there is room for, where nothing is
+        wanted (None: the setting says).
 
         Raises:
             ApiError: the prompt, or the prompt and ``wanted`` tokens, do not fit the context.
@@ -87,7 +95,7 @@ class Service:
             what = f"{text}: there is room for {room} more, not for {wanted}" if room > 0 else text
             blamed = limit if room > 0 else param
             raise ApiError(400, f"{blamed}: {what}", code="context_length_exceeded", param=blamed)
-        return min(wanted or self.settings.default_max_tokens or room, room)
+        return min(wanted or usual or self.settings.default_max_tokens or room, room)
 
     @asynccontextmanager
     async def answer(self, prepare: Callable[[], Awaitable[Job]]) -> AsyncIterator[Answer]:

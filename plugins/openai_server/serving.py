@@ -31,6 +31,7 @@ from cacheflow.plugins.openai_server.template import Words
 from cacheflow.registry import load_engine
 from cacheflow.session import CacheFlow
 from cacheflow.settings import Settings
+from cacheflow.tiers import try_tiers
 
 if TYPE_CHECKING:
     import socket
@@ -67,6 +68,8 @@ async def serve(
     addresses = await addresses_of(options.host, options.port)
     async with AsyncExitStack() as stack:
         sockets = stack.enter_context(bound(options.host, options.port, addresses))
+        settings = settings or Settings()
+        await try_tiers(settings)
         factory = cast("Any", await asyncio.to_thread(load_engine, engine))
         if model is None and not hasattr(factory, "small_model"):
             raise ConfigError(f"engine {engine!r} brings no model along: give --model")
@@ -77,7 +80,6 @@ async def serve(
         opened = await factory.open_model(folder, **(engine_options or {}))
         stack.push_async_callback(opened.aclose)
         name = options.model_name or await asyncio.to_thread(_folder_name, folder)
-        settings = settings or Settings()
         service = await stack.enter_async_context(opened_service(opened, name, settings, options))
         tiers = ", ".join(f"{tier.name} ({tier.backend})" for tier in settings.tiers)
         if tiers:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cacheflow.plugins.openai_server import create_app
-from tests.unit.openai_server.conftest import MODEL, client_of, until
+from tests.unit.openai_server.conftest import CONTEXT, MODEL, client_of, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -215,6 +215,20 @@ async def test_out_of_kv_memory_is_said(serving: Serving) -> None:
         assert refused.json()["error"]["code"] == "out_of_memory"
         answer = await client.post("/chat/completions", json={**BODY, "max_tokens": 1})
         assert answer.status_code == 200
+
+
+async def test_completions_that_do_not_say_make_what_fits(serving: Serving) -> None:
+    """Without ``max_tokens`` there are 16 of them, or fewer at the end of the context: a default is
+    not blamed for being too many."""
+    async with serving() as service, client_of(service) as client:
+        for held, made in ((8, 16), (CONTEXT - 4, 5)):
+            body = {"model": MODEL, "prompt": [5] * held}
+            answer = await client.post("/completions", json=body)
+            assert answer.json()["usage"]["completion_tokens"] == made
+            assert answer.status_code == 200
+        answer = await client.post("/completions", json={**body, "max_tokens": 6})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "max_tokens"
 
 
 async def test_stop_sequences_end_an_answer_that_is_kept(serving: Serving) -> None:

@@ -14,10 +14,12 @@ from cacheflow.errors import ConfigError
 from cacheflow.plugins.openai_server import listening, serve
 from cacheflow.plugins.openai_server.listening import addresses_of, bound, url_of
 from cacheflow.plugins.openai_server.serving import server_of
+from cacheflow.settings import Settings, TierSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from cacheflow.plugins.openai_server.service import Service
 
@@ -55,6 +57,21 @@ async def test_a_bad_address_is_told_before_the_model(
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=why.format(port=port)):
             await serve(None, server={"host": host, "port": port})
+
+
+async def test_a_bad_store_is_told_before_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A tier that cannot be opened is blamed before minutes go into loading a model."""
+
+    def load(name: str) -> Any:
+        raise AssertionError(f"engine {name} is loaded first")
+
+    monkeypatch.setattr("cacheflow.plugins.openai_server.serving.load_engine", load)
+    (tmp_path / "file").touch()
+    tier = TierSettings(name="disk", backend="nvme", options={"path": str(tmp_path / "file")})
+    with pytest.raises(ConfigError, match=r"tier 'disk': .*file"):
+        await serve(None, settings=Settings(tiers=(tier,)), server={"port": 0})
 
 
 async def test_a_port_that_may_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
