@@ -2,7 +2,7 @@
 
 Pydantic refuses a misspelt argument and overlooks a misspelt variable. Knows names only, those of
 programs and plugins that read some beside the settings included; what values mean is said by the
-settings.
+settings. How their mistakes are told is the same for all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import Any
 
-__all__ = ["PREFIX", "tell_unread", "unread"]
+__all__ = ["PREFIX", "not_json", "tell_unread", "unread", "what_is_wrong"]
 
 PREFIX: Final = "CACHEFLOW_"
 _PARTS: Final = ("CACHEFLOW_SERVER_", "CACHEFLOW_STORE_")
@@ -81,6 +82,24 @@ def tell_unread(prefix: str, fields: Iterable[str]) -> None:
         names = ", ".join(prefix + field.upper() for field in fields)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {names}"
         _log.warning("environment variable %s is read by nobody: %s", variable, hint)
+
+
+def not_json(error: Exception, prefix: str) -> tuple[str, str]:
+    """The setting whose variable, of those with ``prefix``, pydantic's ``error`` is about, and what
+    is wrong with it."""
+    found = re.search(r'field "(\w+)"', str(error))
+    field = found[1] if found else "(unknown)"
+    return field, (
+        f"the environment variable {prefix}{field.upper()} is not JSON, which lists are written as "
+        f"({error.__cause__})"
+    )
+
+
+def what_is_wrong(problem: Mapping[str, Any]) -> str:
+    """With a value, by pydantic's account of it; never the value, which may be a secret."""
+    if problem["type"] in ("byte_size", "byte_size_unit"):
+        return "write it in bytes, as 268435456 or 256MiB"
+    return str(problem["msg"]).removeprefix("Value error, ")
 
 
 def _is_service(name: str, value: str) -> bool:

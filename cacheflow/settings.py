@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from cacheflow.environment import PREFIX, tell_unread
+from cacheflow.environment import PREFIX, not_json, tell_unread, what_is_wrong
 from cacheflow.errors import ConfigError
 from cacheflow.types import Codec
 
@@ -89,7 +89,7 @@ class Settings(BaseSettings):
     """Everything that can be set. ``CACHEFLOW_STAGING_BYTES=256MiB`` sets ``staging_bytes``.
 
     Lists are JSON: ``CACHEFLOW_TIERS='[{"name": "disk", "backend": "nvme", "options": {...}}]'``.
-    A variable that nobody reads is warned of, once a process.
+    A variable that nobody reads is warned of, once a process; an empty one is none.
 
     Raises:
         ConfigError: a value cannot be used, or there is no such setting; the message names it.
@@ -98,6 +98,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_nested_delimiter="__",
+        env_ignore_empty=True,
         extra="forbid",
         frozen=True,
         hide_input_in_errors=True,
@@ -155,7 +156,7 @@ class Settings(BaseSettings):
         except ValidationError as error:
             raise ConfigError(_told("setting", _problems(error, Settings))) from None
         except SettingsError as error:
-            raise ConfigError(f"{error}: lists are written as JSON") from None
+            raise ConfigError(_told("setting", [not_json(error, PREFIX)])) from None
 
     @field_validator("cache_dir")
     @classmethod
@@ -223,7 +224,7 @@ def _problems(error: ValidationError, cls: type[BaseModel]) -> Iterator[tuple[st
             kind = "setting" if cls is Settings else "field"
             yield where, f"there is no such {kind} (known: {', '.join(cls.model_fields)})"
         else:
-            yield where, problem["msg"].removeprefix("Value error, ")
+            yield where, what_is_wrong(problem)
 
 
 def _told(what: str, problems: Iterable[tuple[str, str]]) -> str:

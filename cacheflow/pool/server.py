@@ -10,7 +10,7 @@ import logging
 import secrets
 import ssl
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Final, cast
 
@@ -29,7 +29,7 @@ from cacheflow.tasks import all_or_nothing
 from cacheflow.tiers import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from cacheflow.pool.settings import StoreSettings
@@ -171,14 +171,16 @@ async def running(settings: StoreSettings) -> AsyncIterator[StoreServer]:
     observer = PrometheusObserver()
     clock = SystemClock()
     async with AsyncExitStack() as stack:
-        arena = Arena(settings.arena)
+        with _about("arena"):
+            arena = Arena(settings.arena)
         stack.push_async_callback(arena.aclose)
         tier_settings = settings.arena_tier(arena.memory.nbytes)
         tier = await Tier.over(arena, tier_settings, clock=clock, observer=observer)
         stack.push_async_callback(tier.aclose)
         spill: Spill | None = None
         if (spill_settings := settings.spill_tier()) is not None:
-            spill = await Spill.open(spill_settings, arena, clock, observer)
+            with _about("spill"):
+                spill = await Spill.open(spill_settings, arena, clock, observer)
             stack.push_async_callback(spill.aclose)
         targets: dict[str, Target] = {}
         server: StoreServer
@@ -242,6 +244,15 @@ async def _open_targets(
         wanted = ", ".join(settings.transports)
         raise ConfigError(f"store setting transports: none of {wanted} works here")
     return targets
+
+
+@contextmanager
+def _about(setting: str) -> Iterator[None]:
+    """What cannot be used meanwhile is said to be of that setting."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"store setting {setting}: {error}") from error
 
 
 async def _left(context: AbstractContextManager[object]) -> None:

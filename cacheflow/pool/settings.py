@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from cacheflow.environment import tell_unread
+from cacheflow.environment import not_json, tell_unread, what_is_wrong
 from cacheflow.errors import ConfigError
 from cacheflow.settings import TierSettings
 
@@ -25,14 +25,19 @@ _MOST_FILLING: Final = 4096
 
 
 class StoreSettings(BaseSettings):
-    """``CACHEFLOW_STORE_ARENA=4GiB`` sets ``arena``, and so on; arguments win.
+    """``CACHEFLOW_STORE_ARENA=4GiB`` sets ``arena``, and so on; arguments win. Lists are JSON; an
+    empty variable is none.
 
     Raises:
         ConfigError: a value cannot be used; the message names it.
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True
+        env_prefix=_PREFIX,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
     )
 
     arena: ByteSize = Field(default=ByteSize(1 << 30), ge=1 << 16)
@@ -84,6 +89,9 @@ class StoreSettings(BaseSettings):
         except ValidationError as error:
             problems = error.errors(include_url=False, include_input=False)
             raise ConfigError("; ".join(map(_told, problems))) from None
+        except SettingsError as error:
+            field, wrong = not_json(error, _PREFIX)
+            raise ConfigError(f"store setting {field}: {wrong}") from None
         self._check()
 
     @field_validator("token")
@@ -92,6 +100,21 @@ class StoreSettings(BaseSettings):
         if 0 < len(token.get_secret_value()) < _LEAST_TOKEN:
             raise ValueError(f"give at least {_LEAST_TOKEN} characters, random ones")
         return token
+
+    @field_validator("etcd")
+    @classmethod
+    def _is_url(cls, etcd: str | None) -> str | None:
+        if etcd is not None and not etcd.startswith(("http://", "https://")):
+            raise ValueError("write it as http://host:2379")
+        return etcd
+
+    @field_validator("advertise")
+    @classmethod
+    def _is_address(cls, advertise: str | None) -> str | None:
+        host, _, port = (advertise or "host:1").rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ValueError("write it as host:port, which clients are to connect to")
+        return advertise
 
     def _check(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -144,4 +167,4 @@ class StoreSettings(BaseSettings):
 
 def _told(problem: ErrorDetails) -> str:
     where = ".".join(map(str, problem["loc"]))
-    return f"store setting {where}: {problem['msg'].removeprefix('Value error, ')}"
+    return f"store setting {where}: {what_is_wrong(problem)}"

@@ -200,7 +200,10 @@ def _staging(
             f"setting staging_bytes: {nbytes} bytes are too few for this model and "
             f"{tiers} tiers; give at least {needed * shares}"
         )
-    pool = StagingPool(nbytes)
+    try:
+        pool = StagingPool(nbytes)
+    except ConfigError as error:
+        raise ConfigError(f"setting staging_bytes: {error}") from error
     for owner in (*channels, STAGING_OWNER):
         pool.set_cap(owner, share)
     return pool

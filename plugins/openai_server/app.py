@@ -17,7 +17,12 @@ from cacheflow.plugins.openai_server.chat_schema import ChatCompletion, ChatRequ
 from cacheflow.plugins.openai_server.common_schema import ErrorBody, Model, ModelList, Prefetched
 from cacheflow.plugins.openai_server.completion_schema import Completion, CompletionRequest
 from cacheflow.plugins.openai_server.completions import CompletionTurn
-from cacheflow.plugins.openai_server.errors import ApiError, error_response, from_validation
+from cacheflow.plugins.openai_server.errors import (
+    ApiError,
+    error_response,
+    from_validation,
+    unreadable,
+)
 from cacheflow.plugins.openai_server.exchange import Events, Whole
 from cacheflow.plugins.openai_server.gatekeeper import Gatekeeper
 from cacheflow.plugins.openai_server.response_schema import Response as Answered
@@ -145,6 +150,8 @@ def _shape_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400 and error.__cause__ is not None:  # FastAPI's, of a body
+            return error_response(unreadable(error.__cause__))
         message = f"{error.detail}: {request.method} {request.url.path}"
         return error_response(
             ApiError(error.status_code, message, headers=error.headers, code="invalid_request")

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-__all__ = ["INTERNAL", "ApiError", "error_response", "from_core", "from_validation", "unsupported"]
+__all__ = [
+    "INTERNAL",
+    "ApiError",
+    "error_response",
+    "from_core",
+    "from_validation",
+    "unreadable",
+    "unsupported",
+]
 
 INTERNAL: Final = 500
 """What a client sees of a failure that nobody foresaw."""
@@ -104,14 +112,30 @@ def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     param = _path(where)
     if not param and first.get("type") == "model_attributes_type":
-        message = "the body is not read as a JSON object: send Content-Type: application/json"
+        message = "the body has to be a JSON object, of Content-Type application/json"
         return ApiError(400, message, code="invalid_json")
     if first.get("type") == "extra_forbidden":
         message = f"unrecognized request argument: {param}"
         return ApiError(400, message, code="unknown_parameter", param=param)
+    if not param and first.get("type") == "missing":
+        return ApiError(400, "the body is empty: send a JSON object", code="invalid_json")
     message = str(first.get("msg", "invalid")).removeprefix("Value error, ")
     code = "missing_required_parameter" if first.get("type") == "missing" else "invalid_value"
     return ApiError(400, f"{param or 'body'}: {message}", code=code, param=param or None)
+
+
+def unreadable(cause: BaseException) -> ApiError:
+    """A body whose reading raised ``cause``, which is no syntax error."""
+    match cause:
+        case UnicodeDecodeError():
+            reason = "it is not UTF-8"
+        case RecursionError():
+            reason = "it is nested too deeply"
+        case ValueError():  # Python reads no number of more than 4,300 digits
+            reason = "it holds a number that is too long"
+        case _:
+            reason = "it cannot be read"
+    return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
 def _path(where: Sequence[object]) -> str:

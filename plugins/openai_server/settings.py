@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from cacheflow.environment import tell_unread
+from cacheflow.environment import not_json, tell_unread, what_is_wrong
 from cacheflow.errors import ConfigError
 
 __all__ = ["ApiKey", "ServerSettings"]
@@ -38,6 +38,7 @@ class ServerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX,
+        env_ignore_empty=True,
         extra="forbid",
         frozen=True,
         hide_input_in_errors=True,
@@ -83,7 +84,8 @@ class ServerSettings(BaseSettings):
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
         except SettingsError as error:
-            raise ConfigError(f"{error}: lists are written as JSON") from None
+            field, wrong = not_json(error, _PREFIX)
+            raise ConfigError(f"server setting {field}: {wrong}") from None
 
 
 def _explain(error: ValidationError) -> str:
@@ -91,7 +93,7 @@ def _explain(error: ValidationError) -> str:
     lines = []
     for problem in error.errors(include_url=False, include_input=False):
         where = ".".join(map(str, problem["loc"]))
-        what = problem["msg"]
+        what = what_is_wrong(problem)
         if problem["type"] == "extra_forbidden":
             what = f"there is no such setting (known: {', '.join(ServerSettings.model_fields)})"
         lines.append(f"server setting {where}: {what}")

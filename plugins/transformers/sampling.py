@@ -41,10 +41,15 @@ def choose(
 def draw(logits: torch.Tensor, how: Sampling, position: int) -> int:
     """One token of ``logits`` ``[vocabulary]`` (fp32, on the CPU)."""
     weights = torch.softmax(logits / max(how.temperature, _COLDEST), dim=-1)
+    if not weights.isfinite().all():  # nothing to draw by; and who decodes beside it is not to fail
+        return int(logits.argmax())
     if how.top_p < 1.0:
         ordered, places = weights.sort(descending=True)
-        # A token stays if those likelier than it have less than top_p: the first always does.
-        weights[places[ordered.cumsum(0) - ordered >= how.top_p]] = 0.0
+        # A token stays if those likelier than it have less than top_p. The first always does, also
+        # of a top_p that is nothing in fp32.
+        gone = ordered.cumsum(0) - ordered >= how.top_p
+        gone[0] = False
+        weights[places[gone]] = 0.0
     generator = torch.Generator().manual_seed(_mixed(how.seed, position))
     return int(torch.multinomial(weights, 1, generator=generator))
 

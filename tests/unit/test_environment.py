@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from cacheflow.environment import PREFIX, unread
+from cacheflow.errors import ConfigError
 from cacheflow.plugins.openai_server import ServerSettings
 from cacheflow.plugins.vllm.settings import VllmSettings
 from cacheflow.pool import StoreSettings
-from cacheflow.settings import Settings
+from cacheflow.settings import Settings, default_cache_dir
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,3 +98,46 @@ def test_a_program_tells_once(program: list[str]) -> None:
     )
     told = "environment variable CACHEFLOW_TEIRS is read by nobody: did you mean CACHEFLOW_TIERS?"
     assert done.stderr.count(told) == 1
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose files and manifests pass on what is not set as an empty text: a folder that is called
+    so would be the one that the process happens to be in."""
+    for name in ("CACHE_DIR", "TIERS", "STAGING_BYTES", "STORE_SPILL", "STORE_ARENA"):
+        monkeypatch.setenv(PREFIX + name, "")
+    monkeypatch.setenv("CACHEFLOW_SERVER_API_KEYS", "")
+    assert Settings() == Settings(cache_dir=default_cache_dir(), tiers=(), staging_bytes=256 << 20)
+    assert StoreSettings().spill is None
+    assert ServerSettings().api_keys == ()
+
+
+@pytest.mark.parametrize(
+    ("variable", "settings"),
+    [
+        ("CACHEFLOW_TIERS", Settings),
+        ("CACHEFLOW_SERVER_API_KEYS", ServerSettings),
+        ("CACHEFLOW_STORE_TRANSPORTS", StoreSettings),
+    ],
+)
+def test_a_list_that_is_no_json_is_named(
+    variable: str, settings: type[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its variable; what is in it may be secret."""
+    monkeypatch.setenv(variable, "s3cret")
+    with pytest.raises(ConfigError, match=f"{variable} is not JSON, which lists are") as caught:
+        settings()
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", ["nan", "-1", "lots", "5 parsecs"])
+@pytest.mark.parametrize(
+    ("variable", "settings"),
+    [("CACHEFLOW_STAGING_BYTES", Settings), ("CACHEFLOW_STORE_ARENA", StoreSettings)],
+)
+def test_sizes_say_how_they_are_written(
+    variable: str, settings: type[Settings], size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands there."""
+    monkeypatch.setenv(variable, size)
+    with pytest.raises(ConfigError, match="write it in bytes, as 268435456 or 256MiB"):
+        settings()

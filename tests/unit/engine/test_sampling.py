@@ -45,6 +45,20 @@ def test_next_to_no_temperature_takes_the_likeliest() -> None:
     assert [draw(logits, Sampling(t), 0) for t in (1e-30, 1e-45, 5e-324)] == [1, 1, 1]
 
 
+def test_a_top_p_that_is_nothing_in_fp32_takes_the_likeliest() -> None:
+    """And not no token at all, which would end the step of all who decode beside it."""
+    logits = torch.tensor([1.0, 3.0, -2.0])
+    assert [draw(logits, Sampling(1.0, p), 0) for p in (1e-3, 1e-50, 5e-324)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_no_step(bad: float) -> None:
+    """Such a row gets what the greedy choice is; the others of its step theirs."""
+    rows = torch.stack([torch.tensor([1.0, bad, 3.0, 4.0]), LOGITS])
+    how = Sampling(seed=5)
+    assert choose(rows, [how, how], [0, 7]) == [1, draw(LOGITS, how, 7)]
+
+
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     """The same again, in any batch; another seed or place draws anew; who does not sample gets the
     likeliest token."""

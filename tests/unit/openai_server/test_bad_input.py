@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.unit.openai_server.conftest import MODEL, client_of, until
 
 if TYPE_CHECKING:
@@ -77,6 +79,28 @@ async def test_impossible_requests_are_the_clients_fault(serving: Serving) -> No
             assert answer.json()["error"]["message"]
         good = await client.post("/completions", json={"model": MODEL, "prompt": "the cat"})
         assert good.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "the body is empty"),
+        (b"[1]", "the body has to be a JSON object"),
+        (b'{"model": "\xff"}', "it is not UTF-8"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "it holds a number that is too long"),
+        (b'{"model": }', "the body is not valid JSON: Expecting value"),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_said(
+    serving: Serving, content: bytes, reason: str
+) -> None:
+    """And not that it could not be parsed."""
+    async with serving() as service, client_of(service) as client:
+        answer = await client.post("/chat/completions", content=content)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_json")
+    assert reason in error["message"]
 
 
 async def test_no_more_bodies_are_in_memory_than_can_wait(serving: Serving) -> None:

@@ -7,6 +7,9 @@ import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from cacheflow.errors import ConfigError
 from cacheflow.metrics import serve_metrics
 from cacheflow.pool import server as stores
 from cacheflow.storage_backends.pool import PoolBackend
@@ -17,8 +20,6 @@ from tests.unit.pool.storing import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pytest
 
 
 async def serve(**settings: Any) -> None:
@@ -92,3 +93,19 @@ async def test_transports_that_are_opened_for_nobody_are_closed(
     await asyncio.wait([opening])
     assert opening.cancelled()
     assert transport.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arena": 1 << 60}, "store setting arena: cannot have"),
+        ({"spill": "/proc/nowhere"}, "store setting spill: .*cannot be made"),
+        ({"etcd": "ftp://x", "advertise": "a:1"}, "store setting etcd: write it as http://"),
+        ({"etcd": "http://x", "advertise": "a"}, "store setting advertise: write it as host:port"),
+        ({"etcd": "http://x", "advertise": "a:x"}, "store setting advertise: write it as"),
+    ],
+)
+async def test_what_cannot_be_used_is_named(settings: dict[str, Any], message: str) -> None:
+    """By its setting, before anybody is let in or told."""
+    with pytest.raises(ConfigError, match=message):
+        await serve(**settings)
