@@ -91,7 +91,7 @@ def test_all_mistakes_are_named_at_once() -> None:
 def test_bad_json_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list that is not JSON is a ConfigError too."""
     monkeypatch.setenv("CACHEFLOW_TIERS", "disk")
-    with pytest.raises(ConfigError, match="setting tiers: .*JSON"):
+    with pytest.raises(ConfigError, match=r"setting tiers: .*JSON"):
         Settings()
 
 
