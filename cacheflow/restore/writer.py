@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.restore.seldom import Seldom
 from cacheflow.restore.tasks import on_loop_when_idle
 from cacheflow.restore.writes import MAX_QUEUED, Chunk, WriteQueue
 from cacheflow.tiers.ranks import rank_here, rank_stored
@@ -81,6 +82,7 @@ class TierWriter:
         self.at_once = max(1, min(backend.capabilities.suggested_depth, _MOST_AT_ONCE))
         self._backend = backend
         self._shared = shared
+        self._seldom = Seldom(shared.clock)
 
     async def run(self) -> None:
         """Write one after another until cancelled; :attr:`at_once` tasks may run this."""
@@ -247,10 +249,16 @@ class TierWriter:
         if outcome == _KEPT:
             return
         if outcome != TransferStatus.OK:
-            what = "%d chunks were not stored" if chunks > 1 else "%d chunk was not stored"
-            _log.warning("tier %s: " + what + " (%s: %s)", self.tier, chunks, outcome, reason)
+            self._warn(chunks, outcome, reason)
         stop = self._shared.clock.now()
         self._shared.observer(StoreEnded(self.tier, chunks, nbytes, start, stop, outcome))
+
+    def _warn(self, chunks: int, outcome: str, reason: str) -> None:
+        """A disk that is full is so for every chunk; that a tier is set aside its guard says."""
+        told = 0 if outcome == LoadOutcome.REFUSED else self._seldom.add(outcome, chunks)
+        if told:
+            what = "%d chunks were not stored" if told > 1 else "%d chunk was not stored"
+            _log.warning("tier %s: " + what + " (%s: %s)", self.tier, told, outcome, reason)
 
     @property
     def _nbytes(self) -> int:

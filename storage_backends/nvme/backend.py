@@ -241,8 +241,17 @@ class NvmeBackend(StorageBackend):
             write_new(self._direct, temporary, write.parts, fsync=fsync)
             path.parent.mkdir(mode=0o700, exist_ok=True)
 
+        def fill_anew(temporary: Path) -> None:
+            try:
+                fill(temporary)
+            except FileNotFoundError:
+                self.folder.remake()
+                with suppress(FileNotFoundError):
+                    temporary.unlink()
+                fill(temporary)
+
         try:
-            self._writable().put(path, write.nbytes, fill)
+            self._writable().put(path, write.nbytes, fill_anew)
         finally:
             self._forget(write.info.key, path)
         if fsync:

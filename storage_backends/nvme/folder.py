@@ -138,6 +138,16 @@ class StoreFolder:
                 what = f"{self.root} cannot be {done}: {error.strerror}"
                 raise ConfigError(what + self._advice(error)) from error
 
+    def remake(self) -> None:
+        """Make what is missing of a store that is open: somebody cleared it out, and took its
+        folders along.
+
+        Raises:
+            OSError: as the system says; so if the store itself is gone.
+        """
+        for folder in (self.objects, self.temporary):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
     def _advice(self, error: OSError) -> str:
         """What to do about a folder that could not be made."""
         if error.errno in (errno.EACCES, errno.EPERM):

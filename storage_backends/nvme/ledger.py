@@ -159,8 +159,13 @@ class Ledger:
         return self._locked(self._stripes[stripe], _FIRST_STRIPE + stripe)
 
     def is_gone(self) -> bool:
-        """Whether somebody removed the file: the folder is no longer the one that was opened."""
-        return os.fstat(self._descriptor).st_nlink == 0
+        """Whether the file is there no more, or another one: the folder that was opened was
+        removed, or moved, and who opens a store in its place knows nothing of this one."""
+        try:
+            there = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not os.path.samestat(there, os.fstat(self._descriptor))
 
     def left_here(self) -> list[tuple[int, Entry]]:
         """Entries in use at this store's own place: right after joining, a dead predecessor's."""

@@ -159,7 +159,11 @@ class Space:
 
     def _try_reserve(self, nbytes: int) -> tuple[int, Entry]:
         if self._ledger.is_gone():
-            raise FileNotFoundError(errno.ENOENT, "the folder of the store was removed")
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "the folder was removed, moved or replaced while it was open; start this process "
+                "anew to have a store there",
+            )
         # Asking the file system may hang, so it is asked before the turn; what others have written
         # since then is taken off.
         written = self._ledger.totals().written

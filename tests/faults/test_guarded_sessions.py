@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from cacheflow.types import LoadEnded, LoadOutcome, TileGrid
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    import pytest
 
     from cacheflow.types import Event
 
@@ -88,8 +91,11 @@ async def test_a_flipped_bit_on_disk_is_found_once_and_repaired_by_the_next_save
         assert loaded == {"disk": 25 * 16 * 3}
 
 
-async def test_a_sick_tier_costs_a_save_next_to_nothing(model_folder: Path) -> None:
-    """One chunk is copied out of the engine to find out; the rest of the save is dropped."""
+async def test_a_sick_tier_costs_a_save_next_to_nothing(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One chunk is copied out of the engine to find out; the rest of the save is dropped, without a
+    line in the log: it says once that the tier is set aside."""
     faulty = FaultyBackend(MemoryBackend())
     guarded = Guarded(faulty, "sick", limits=HealthLimits(first_wait=60.0))
     settings = Settings(staging_bytes=1 << 22)
@@ -110,5 +116,8 @@ async def test_a_sick_tier_costs_a_save_next_to_nothing(model_folder: Path) -> N
         assert report.saved is not None
         assert report.saved["sick"].dropped == 25
         assert captured <= 2
+        told = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+        assert len([line for line in told if "set aside" in line]) == 1
+        assert not [line for line in told if "not stored" in line]
         faulty.heal()
     await guarded.aclose()

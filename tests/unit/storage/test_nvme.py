@@ -6,6 +6,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from cacheflow.testing.conformance import Pause
 from cacheflow.testing.objects import aligned_buffer, load_one, make_object
 from cacheflow.testing.storage_harness import store_all
 from cacheflow.types import Read, TransferStatus
+from tests.unit.storage import nvme_stores
 from tests.unit.storage.nvme_stores import (
     file_of,
     make_store,
@@ -243,6 +245,43 @@ async def test_leftovers_are_removed_once_nobody_is_there(tmp_path: Path) -> Non
     await backend.aclose()
     await (await open_store(tmp_path)).aclose()
     assert names_in(tmp_path / "tmp") == []
+
+
+@pytest.mark.parametrize("gone", [("tmp",), ("objects",), ("objects", "tmp")])
+async def test_a_store_that_was_cleared_out_goes_on(tmp_path: Path, gone: tuple[str, ...]) -> None:
+    """Whoever removes what is in it, by hand or by a job that tidies up, takes folders along; the
+    next store makes them again, readable by nobody else."""
+    backend = await open_store(tmp_path)
+    await store_all(backend, make_object(1))
+    for name in gone:
+        shutil.rmtree(tmp_path / name)
+    await store_all(backend, make_object(2), make_object(1))
+    assert len(await backend.files()) == 2
+    assert len([info async for info in backend.scan()]) == 2
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("objects", "tmp")] == [0o700] * 2
+    assert names_in(tmp_path / "tmp") == []
+    await backend.aclose()
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+async def test_a_store_that_is_gone_is_not_written_elsewhere(tmp_path: Path, how: str) -> None:
+    """What another process has made in its place has a ledger that knows nothing of ours: both
+    together would exceed the cap. The error says what to do."""
+    folder = tmp_path / "kv"
+    backend = await open_store(folder)
+    await store_all(backend, make_object(1))
+    if how == "removed":
+        shutil.rmtree(folder)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    if how == "replaced":
+        await make_store(folder)
+    before = await asyncio.to_thread(nvme_stores.listing, tmp_path)
+    (result,) = await backend.store([make_object(2).write()])
+    assert result.status is TransferStatus.FAILED
+    assert "removed, moved or replaced while it was open; start this" in str(result.error)
+    assert await asyncio.to_thread(nvme_stores.listing, tmp_path) == before
+    await backend.aclose()
 
 
 async def test_two_writers_of_one_object(tmp_path: Path) -> None:
