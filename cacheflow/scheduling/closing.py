@@ -59,7 +59,8 @@ class Closing(Feeding):
             return None
         model, suffix_layer = self._outlook.channels[channels[0]], self._suffix_layer()
         if (
-            not (model.bandwidth and suffix_layer and model.is_known)
+            not (model.bandwidth and suffix_layer)
+            or not (model.is_known or channels[0] in self._outlook.agreeing)
             or self._outlook.compute.is_guess
             or self._outlook.is_on_trial(channels[0])
         ):
@@ -70,21 +71,15 @@ class Closing(Feeding):
         rest: list[float] = []
         chunk_seconds = self._strides[channels[0]] / model.bandwidth
         layers = self.spec.num_layers
-        for t in self._free_tiles():
+        for t, first, stop, below in self._free_runs():
             state = self.tiles[t]
             cost = self._outlook.layer_seconds(state.work) or 0.0
-            free, below = state.free, state.low
-            load += [state.tile.width // self.spec.chunk_tokens * chunk_seconds] * free.bit_count()
-            while free:
-                first = (free & -free).bit_length() - 1
-                taken = ~(free >> first)
-                stop = first + (taken & -taken).bit_length() - 1
-                runs.append((t, first, stop))
-                # To its first cell compute has to pass the layers below; the others come next.
-                compute.append(cost * (first + 1 - below))
-                compute += [cost] * (stop - first - 1)
-                rest += [(layers - layer) * suffix_layer for layer in range(first, stop)]
-                free, below = free >> stop << stop, stop
+            load += [state.tile.width // self.spec.chunk_tokens * chunk_seconds] * (stop - first)
+            runs.append((t, first, stop))
+            # To its first cell compute has to pass the layers below; the others come next.
+            compute.append(cost * (first + 1 - below))
+            compute += [cost] * (stop - first - 1)
+            rest += [(layers - layer) * suffix_layer for layer in range(first, stop)]
         ending = Ending(
             compute,
             load,
@@ -95,6 +90,27 @@ class Closing(Feeding):
             suffix=(layers - self.suffix_low[0]) * suffix_layer,
         )
         return Plan(runs, ending)
+
+    def _free_runs(self) -> list[tuple[int, int, int, int]]:
+        """Free cells in the order of compute: tile, first layer, behind the last, and the layer
+        that compute passes on from."""
+        rows = self._rows
+        found: list[tuple[int, int, int, int, int]] = []
+        for t in self._free_tiles():
+            free, below = self.tiles[t].free, self.tiles[t].low
+            while free:
+                first = (free & -free).bit_length() - 1
+                taken = ~(free >> first)
+                stop = first + (taken & -taken).bit_length() - 1
+                row = -1
+                if t < rows.tiles:
+                    row, stop = rows.first(first), min(stop, rows.behind(first))
+                found.append((row, t, first, stop, below))
+                free, below = free >> stop << stop, stop
+        if rows.tiles:
+            # All rows come before the tiles behind them.
+            found.sort(key=lambda run: (run[1] >= rows.tiles, run[0], run[1]))
+        return [run[1:] for run in found]
 
     def _landed(self, suffix_layer: float, now: float) -> float:
         """Seconds until the suffix would end if it waited for nothing but what is under way."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.scheduling.planned import Planned
+from cacheflow.scheduling.rows import Rows, dense_tiles
 from cacheflow.scheduling.sharing import Sharing
 
 if TYPE_CHECKING:
     from cacheflow.scheduling.glance import Glance
-    from cacheflow.types import Load
+    from cacheflow.types import Coverage, Load
 
 __all__ = ["Expectations"]
 
@@ -26,6 +27,22 @@ class Expectations(Sharing):
     """A ledger that knows what things are expected to take."""
 
     __slots__ = ()
+
+    def extend(self, coverage: Coverage) -> None:
+        super().extend(coverage)
+        self.settle_rows()
+
+    def settle_rows(self) -> None:
+        """Find out which leading tiles compute takes row by row, if that is due and costs are
+        known. Until then it goes tile by tile, which rows may follow at any point."""
+        if not self._rows_due or self._outlook.compute.is_guess:
+            return
+        self._rows_due = False
+        first = max(self.led, self.filled)
+        seconds = [self._outlook.layer_seconds(state.work) for state in self.tiles[first:]]
+        widths = [state.tile.width for state in self.tiles[first:]]
+        if tiles := dense_tiles(widths, [each or 0.0 for each in seconds]):
+            self._rows = Rows.of(first + tiles, self.spec.num_layers)
 
     def remaining(self, now: float) -> float:
         """Seconds to the end of the suffix with all resources to itself (0 if nothing is known)."""
@@ -146,15 +163,22 @@ class Expectations(Sharing):
 
     def _compute_to(self, t: int, layer: int, now: float) -> float | None:
         """Seconds until compute would have finished cell ``(t, layer)`` if loads left it alone."""
-        outlook = self._outlook
+        outlook, rows = self._outlook, self._rows
         total = outlook.seconds(self.free)
         if total is None:
             return None
-        behind = self._has_free >> t << t
+        in_rows = t < rows.tiles
+        first = self.led if in_rows else t
+        behind = self._has_free >> first << first
         while behind:
             i = (behind & -behind).bit_length() - 1
             state = self.tiles[i]
-            beyond = state.free >> (layer + 1) if i == t else state.free
+            if i == t:
+                beyond = state.free >> (layer + 1)
+            elif in_rows and i < rows.tiles:
+                beyond = state.free >> (rows.behind(layer) if i < t else rows.first(layer))
+            else:
+                beyond = state.free
             total -= (outlook.layer_seconds(state.work) or 0.0) * beyond.bit_count()
             behind &= behind - 1
         return total + outlook.current_left(now)

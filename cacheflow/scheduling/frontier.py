@@ -89,15 +89,16 @@ class Frontier(Racing):
 
     def _candidates(self) -> Iterator[int]:
         """Tiles that compute could go on with, in its order."""
-        if self._by_layers:
+        rows = self._rows
+        if self.led < rows.tiles:
             order = [
-                (state.low, t)
-                for t, state in enumerate(self.tiles)
-                if not (t < self.led or state.complete or self._behind(t, state.low))
+                (rows.first(state.low), t)
+                for t, state in enumerate(self.tiles[self.led : rows.tiles], self.led)
+                if not (state.complete or self._behind(t, state.low))
             ]
             yield from (t for _, t in sorted(order))
-            return
-        tiles = self._open >> self.led << self.led
+        first = max(self.led, rows.tiles)
+        tiles = self._open >> first << first
         while tiles:
             t = (tiles & -tiles).bit_length() - 1
             yield t
@@ -136,12 +137,15 @@ class Frontier(Racing):
 
     def _waits(self, t: int, layer: int) -> bool:
         """Whether the tile is another's to restore, or others go first."""
-        return t < self.led or (self._by_layers and self._behind(t, layer))
+        return t < self.led or (t < self._rows.tiles and self._behind(t, layer))
 
     def _behind(self, t: int, layer: int) -> bool:
-        """Whether another tile has to catch up before ``t`` goes on to ``layer``."""
-        below = (1 << layer) - 1
-        return any(state.free & below for i, state in enumerate(self.tiles) if i != t)
+        """Whether another tile has to catch up before ``t`` goes on to the row of ``layer``."""
+        if self.tiles[t].must > layer:
+            return False
+        below = (1 << self._rows.first(layer)) - 1
+        rows = range(self.led, self._rows.tiles)
+        return any(self.tiles[i].free & below for i in rows if i != t)
 
     def returned(self, work: TileWork, next_layer: int) -> None:
         """The compute thread is out of ``work`` and holds its hidden state at ``next_layer``."""
@@ -153,6 +157,7 @@ class Frontier(Racing):
             if next_layer == self.spec.num_layers:
                 state.passing = False
             self._refresh(t)
+            self.settle_rows()
 
     def aborted(self, work: TileWork) -> None:
         """Compute broke off in ``work``: what it claimed since then may not be there, and the

@@ -39,6 +39,9 @@ class Joint(Frontier):
     _suffixes: frozenset[int] = frozenset()
     """Suffix pieces that another rank waits for."""
 
+    def settle_rows(self) -> None:
+        """Never: what ranks compute together is agreed upon tile by tile."""
+
     def ask(self, start: int, layers: int) -> None:
         """Compute has to pass the first ``layers`` layers of the tile, or of the suffix piece."""
         t = self._tile_of(start)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from cacheflow.scheduling.outlook import Work
+from cacheflow.scheduling.rows import NO_ROWS, Rows
 from cacheflow.scheduling.tiles import TileState, bits
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Ledger:
         "_open",
         "_outlook",
         "_pools",
+        "_rows",
+        "_rows_due",
         "_running",
         "_shared",
         "_strides",
@@ -137,6 +140,10 @@ class Ledger:
         self._coverage: dict[str, Coverage] = {}
         self._outlook = outlook
         self._by_layers = policy.by_layers(spec)
+        self._rows = Rows(len(spec.tiles), 1) if self._by_layers else NO_ROWS
+        """Leading tiles that compute takes row by row."""
+        self._rows_due = policy.rows and not spec.fed
+        """Whether that is still to be found out, once costs are known."""
         self._whole_tiles = policy.whole_tiles(spec)
         self._hides = policy.overlaps and not spec.fed
         """Whether loads can hide behind the suffix: it may start under the last ones, and is here

@@ -57,8 +57,7 @@ class Loading(Closing):
         held = self._held_back(channel, glance) if self.policy.overlaps else {}
         if held and self.leaves:
             return self._lowest_layer(channel, held)
-        for t in self._load_order():
-            mask = self._allowed(t, channel) & ~held.get(t, 0)
+        for t, mask in self._loadable(channel, held):
             if mask:
                 later = self._seconds_for(channel, held) if held else 0.0
                 reach = self._cut(channel, t, mask, glance.now, later)
@@ -111,7 +110,7 @@ class Loading(Closing):
             spent += count * (self._outlook.layer_seconds(state.work) or 0.0)
             left -= count * state.work[0] * rate
             if spent >= left:
-                return t
+                return self.led if t < self._rows.tiles else t
         return None
 
     def _lowest_layer(self, channel: str, masks: Mapping[int, int]) -> Reach:
@@ -171,6 +170,18 @@ class Loading(Closing):
                 yield t
             wanted &= ~below
             holes &= holes - 1 if holes else 0
+
+    def _loadable(self, channel: str, held: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+        """Tiles with what of them may be loaded and is not held back, backward; where compute goes
+        row by row, the tile that loads have come down least in."""
+        for t in self._load_order():
+            if t >= self._rows.tiles or self._holes or t < self.led:
+                yield t, self._allowed(t, channel) & ~held.get(t, 0)
+                continue
+            masks = {i: self._allowed(i, channel) & ~held.get(i, 0) for i in range(self.led, t + 1)}
+            top = max(masks, key=lambda i: (masks[i].bit_length(), i))
+            yield top, masks[top]
+            return
 
     def _seconds_for(self, channel: str, masks: Mapping[int, int]) -> float:
         """What ``channel`` takes for these cells."""

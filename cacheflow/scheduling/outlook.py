@@ -129,6 +129,8 @@ class Outlook:
         """Bytes of the one load that a channel has delivered since it was silent for long, if that
         came later than expected."""
         self._late: dict[str, float] = {}
+        self.agreeing: set[str] = set()
+        """Channels whose latest load came about when it was expected."""
         self._streak = 0
 
     def channel(self, name: str) -> ChannelModel:
@@ -224,6 +226,10 @@ class Outlook:
         model = self.channel(load.channel)
         if delivered:
             self._late[load.channel] = ratio = model.over_expected(load.id, now)
+            if model.bandwidth and 1 / _SLOWER < ratio < _SLOWER:
+                self.agreeing.add(load.channel)
+            else:
+                self.agreeing.discard(load.channel)
             old = now - self._delivered_at.get(load.channel, -_INFINITE) > _FRESH_SECONDS
             on_trial = old or self._tried.pop(load.channel, None) is not None
             if old and ratio > _SLOWER:  # By latency or by bandwidth: a larger one will tell.

@@ -12,6 +12,8 @@ from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
+from cacheflow.costs.fluid import concave_hull
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -92,7 +94,7 @@ class _Pool:
             else:
                 self._load += load
                 points.append((points[-1][0] + compute, points[-1][1] + load))
-        for (spent, saved), (more_spent, more_saved) in pairwise(_hull(points)):
+        for (spent, saved), (more_spent, more_saved) in pairwise(concave_hull(points)):
             cost, gain = more_spent - spent, more_saved - saved
             insort(self._segments, (-gain / cost if cost > 0 else -inf, cost, gain))
 
@@ -106,16 +108,3 @@ class _Pool:
                 return spent + cost * ((left - spent) / rate if rate > 0 else 0.0)
             spent, left = spent + cost, left - gain
         return max(spent, left)
-
-
-def _hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The upper concave hull of a monotone curve; points on a straight line are merged."""
-    hull: list[tuple[float, float]] = []
-    for x, y in points:
-        while len(hull) >= 2:
-            (ax, ay), (bx, by) = hull[-2], hull[-1]
-            if (by - ay) * (x - bx) > (y - by) * (bx - ax) * (1 + 1e-12):
-                break
-            hull.pop()
-        hull.append((x, y))
-    return hull

@@ -53,6 +53,11 @@ class Policy(Protocol):
         """Whether requests that begin alike are restored once, by one of them for all."""
         ...
 
+    @property
+    def rows(self) -> bool:
+        """Whether narrow leading tiles are recomputed in rows with the wide ones behind them."""
+        ...
+
     def whole_tiles(self, spec: RequestSpec) -> bool:
         """Whether a tile is either recomputed or loaded, never split by layer."""
         ...

@@ -32,6 +32,7 @@ class Adaptive:
     overlaps: ClassVar[bool] = True
     plans: ClassVar[bool] = False
     shares: ClassVar[bool] = True
+    rows: ClassVar[bool] = True
 
     def whole_tiles(self, spec: RequestSpec) -> bool:
         return False

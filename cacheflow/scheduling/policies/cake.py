@@ -28,6 +28,7 @@ class Greedy:
     overlaps: ClassVar[bool] = False
     plans: ClassVar[bool] = False
     shares: ClassVar[bool] = False
+    rows: ClassVar[bool] = False
 
     def whole_tiles(self, spec: RequestSpec) -> bool:
         return True

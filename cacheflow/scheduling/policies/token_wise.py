@@ -22,6 +22,7 @@ class TokenWise:
     overlaps: ClassVar[bool] = False
     plans: ClassVar[bool] = False
     shares: ClassVar[bool] = False
+    rows: ClassVar[bool] = False
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

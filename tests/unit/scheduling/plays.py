@@ -59,6 +59,8 @@ class Instance:
     seed: int
     alike: list[tuple[int, int]] = field(default_factory=list)
     """Of each request: an earlier one (by number), and how many tiles it begins like that one."""
+    launch: int = 0
+    """What a pass costs whatever its width, in tokens: narrow tiles are dear, and go in rows."""
 
 
 troubles = st.builds(
@@ -94,6 +96,7 @@ def instances(
         trouble=draw(trouble),
         seed=draw(st.integers(0, 1 << 32)),
         alike=alike if sharing else [],
+        launch=draw(st.sampled_from([0, 32, 256])),
     )
 
 
@@ -159,6 +162,7 @@ class Play:
         trouble = self.instance.trouble
         drifted = self.run.clock.now() >= trouble.drift_at
         work = tile.width * (1 + self.instance.attention * (tile.start + tile.width / 2))
+        work += self.instance.launch
         return self.instance.token * work * (trouble.compute_drift if drifted else 1.0)
 
     def _drift(self) -> None:

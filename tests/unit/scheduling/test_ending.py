@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cacheflow.costs import ChannelProfile
 from cacheflow.scheduling.ending import Ending
+from cacheflow.testing.virtual import Link, VirtualRun, make_spec
+from cacheflow.types import Coverage, Tile
 from tests.unit.scheduling.oracle import Job, ttft_optimum
 from tests.unit.scheduling.test_oracle import draw, play
 
@@ -88,3 +91,21 @@ def test_both_ends_keep_to_it(seed: int) -> None:
     small = draw(seed, suffix=(64, 256, 512)[seed % 3])
     ((_, finished),) = play(small, "adaptive")
     assert finished == pytest.approx(ttft_optimum(small.job(small.specs()[0], suffix=True)))
+
+
+def test_a_link_known_from_a_profile_is_planned_with_once_a_load_agrees() -> None:
+    """One tile over a slow link, nothing observed of it here: the first load comes when it was
+    expected, and from then on both ends keep the best plan. (Until four loads had come, cells were
+    loaded that compute had just begun: an eighth more.)"""
+    layers, stride, bandwidth = 16, 1 << 20, 4e8
+    spec = make_spec(512, 768, layers=layers)
+    load = 2 * stride / bandwidth
+    seconds = {512: load / 3, 256: 0.8 * load / 3}
+    run = VirtualRun(lambda tile: seconds[tile.width], {"link": Link(bandwidth)}, attention=0.0)
+    for width in (512, 256) * 20:
+        run.compute.observe(Tile(0, 0, width), seconds[width])
+    run.scheduler.channel("link").prime(ChannelProfile(0.0, 1 / bandwidth, 2.0 * stride))
+    run.admit(spec, [Coverage("link", ((1 << layers) - 1,) * 2, stride)])
+    run.run(spec.id)
+    job = Job(((seconds[512],) * layers,), ((load,) * layers,), (seconds[256],) * layers)
+    assert run.finished_at[spec.id] <= 1.05 * ttft_optimum(job)

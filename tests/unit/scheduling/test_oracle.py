@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cacheflow.scheduling import POLICIES
 from cacheflow.testing.virtual import Link, VirtualRun, make_spec
-from cacheflow.types import Coverage, TileGrid
+from cacheflow.types import Coverage, Tile, TileGrid
 from tests.unit.scheduling import oracle
 from tests.unit.scheduling.harness import OBJECTIVES, options, warm
 from tests.unit.scheduling.oracle import Job
@@ -25,7 +25,7 @@ from tests.unit.scheduling.oracle import Job
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheflow.types import RequestSpec, Tile
+    from cacheflow.types import RequestSpec
 
 CHUNK: Final = 256
 STRIDE: Final = 1 << 18
@@ -49,10 +49,12 @@ class Small:
     attention: float
     """Attention work per token and key, as a share of the linear work per token."""
     bandwidth: float
+    launch: int = 0
+    """What a pass costs whatever its width, in tokens of linear work: narrow tiles are dear."""
 
     def cost(self, tile: Tile) -> float:
         work = tile.width * (1 + self.attention * (tile.start + tile.width / 2))
-        return self.token * work
+        return self.token * (self.launch + work)
 
     def specs(self) -> list[RequestSpec]:
         return [
@@ -78,11 +80,11 @@ class Small:
         )
 
 
-def draw(seed: int, requests: int = 1, suffix: int = 1) -> Small:
+def draw(seed: int, requests: int = 1, suffix: int = 1, launch: int = 0) -> Small:
     """A random instance; compute:I/O between 1:4 and 4:1, no cell over :data:`COARSEST`."""
     chance = random.Random(f"{seed} {requests}")
     while True:
-        small = _draw(chance, seed, requests, suffix)
+        small = _draw(chance, seed, requests, suffix, launch)
         jobs = [small.job(spec, suffix=False) for spec in small.specs()]
         if all(_coarseness(job) <= COARSEST for job in jobs):
             return small
@@ -98,12 +100,12 @@ def _coarseness(job: Job) -> float:
     return max(cells) / sum(cells)
 
 
-def _draw(chance: random.Random, seed: int, requests: int, suffix: int) -> Small:
+def _draw(chance: random.Random, seed: int, requests: int, suffix: int, launch: int) -> Small:
     grid, most = chance.choice(GRIDS), 4 if requests == 1 else 3
     layers = chance.randint(2, most)
     prefixes = tuple(grid.start(chance.randint(2, most)) for _ in range(requests))
     token, attention = 10 ** chance.uniform(-4.5, -3), chance.choice([0, 1e-4, 1e-3])
-    small = Small(seed, grid, prefixes, suffix, layers, token, attention, 1.0)
+    small = Small(seed, grid, prefixes, suffix, layers, token, attention, 1.0, launch)
     alone = sum(layers * small.cost(tile) for spec in small.specs() for tile in spec.tiles)
     total = sum(prefixes) // CHUNK * STRIDE * layers
     return replace(small, bandwidth=total / alone * 4 ** chance.uniform(-1, 1))
@@ -118,7 +120,10 @@ def warm_run(small: Small, objective: str) -> VirtualRun:
         attention=small.attention,
         **options(objective),
     )
-    warm(run, [small.grid.tile(i) for i in range(5)], small.cost, 64 * STRIDE)
+    tiles = [small.grid.tile(i) for i in range(5)]
+    if small.launch:  # only passes of several widths tell it from the rest
+        tiles += [Tile(0, start, start + small.suffix) for start in (0, tiles[1].start)]
+    warm(run, tiles, small.cost, 64 * STRIDE)
     return run
 
 
@@ -139,8 +144,8 @@ def restore_ratio(seed: int, policy: str) -> float:
     return restored / oracle.restore_optimum(small.job(small.specs()[0], suffix=False))
 
 
-def ttft_ratio(seed: int, policy: str) -> float:
-    small = draw(seed, suffix=(64, 256, 512)[seed % 3])
+def ttft_ratio(seed: int, policy: str, launch: int = 0) -> float:
+    small = draw(seed, suffix=(64, 256, 512)[seed % 3], launch=launch)
     ((_, finished),) = play(small, policy)
     return finished / oracle.ttft_optimum(small.job(small.specs()[0], suffix=True))
 
@@ -238,6 +243,14 @@ def test_close_to_the_static_optimum(what: str, policy: str) -> None:
     average, worst = LIMITS[what, policy]
     assert sum(ratios) / len(ratios) <= average
     assert max(ratios) <= worst
+
+
+@pytest.mark.no_cover
+def test_close_to_the_optimum_where_narrow_tiles_are_dear() -> None:
+    """A pass costs as much as 768 tokens whatever its width. One instance in 60 is a cell off."""
+    ratios = sorted(ttft_ratio(seed, "adaptive", launch=768) for seed in range(60))
+    assert sum(ratios) / len(ratios) <= 1.005
+    assert ratios[-2] <= 1.05
 
 
 # -- as a script -------------------------------------------------------------------------------
