@@ -141,7 +141,7 @@ async def _load(
 ) -> None:
     for peer in backend.members.up:
         for info in infos:
-            peer.forget(info.key)
+            peer.places.forget(info.key)
     if looks_up:
         assert all(await backend.lookup([info.key.chunk for info in infos]))
 

@@ -234,4 +234,4 @@ class Pooled:
         """Give the leases of lookups back."""
         for peer in self._backend.members.up:
             for info in self._infos:
-                peer.forget(info.key)
+                peer.places.forget(info.key)

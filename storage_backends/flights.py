@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 from cacheflow.errors import ClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-__all__ = ["Flights"]
+__all__ = ["Batch", "Flights"]
 
 T = TypeVar("T")
 Work: TypeAlias = "Callable[[], Awaitable[T]]"
@@ -45,30 +45,19 @@ class Flights:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
-                self._result(task)
+                self.result(task)
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def each(
-        self, works: Sequence[tuple[Work[T], Callable[[], None]]]
-    ) -> AsyncGenerator[T, None]:
-        """The results as they come. The second part of a work is called when it has ended, one way
-        or the other: done, failed, cancelled, never begun."""
-        arrived = _Arrived[T]()
-        tasks = []
+    def begin(self, works: Sequence[tuple[Work[T], Callable[[], None]]]) -> Batch[T]:
+        """Begin them all. The second part of a work is called when it has ended, one way or the
+        other: done, failed, cancelled, never begun. :meth:`Batch.cancel` must follow."""
+        batch: Batch[T] = Batch(self)
         for work, ended in works:
-            task = self._start(work)
-            task.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
-            task.add_done_callback(arrived.put)
-            tasks.append(task)
-        try:
-            for _ in tasks:
-                yield self._result(await arrived.get())
-        finally:
-            for task in tasks:
-                task.cancel()
+            batch.add(self._start(work), ended)
+        return batch
 
     async def aclose(self) -> None:
         """Cancel everything; bounded by a second. Idempotent."""
@@ -79,7 +68,8 @@ class Flights:
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
-    def _result(self, task: asyncio.Task[T]) -> T:
+    def result(self, task: asyncio.Task[T]) -> T:
+        """Of a request that has ended; raises what it raised."""
         if task.cancelled():  # by closing: nobody else cancels what is still waited for
             self.check_open()
         return task.result()
@@ -101,21 +91,41 @@ class Flights:
             task.exception()  # seen by whoever waits; of no interest to one who left
 
 
-class _Arrived(Generic[T]):
-    """Tasks in the order in which they ended, for one who waits: a queue with nothing else to it,
-    as there is one for each batch."""
+class Batch(Generic[T]):
+    """Requests begun together; :meth:`next` gives their results as they come.
 
-    def __init__(self) -> None:
-        self._tasks: deque[asyncio.Task[T]] = deque()
+    Neither a queue nor an async generator: there is one of these for each load, and either costs
+    more than the rest of it.
+    """
+
+    __slots__ = ("_arrived", "_flights", "_tasks", "_waiter")
+
+    def __init__(self, flights: Flights) -> None:
+        self._flights = flights
+        self._tasks: list[asyncio.Task[T]] = []
+        self._arrived: deque[asyncio.Task[T]] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, task: asyncio.Task[T]) -> None:
-        self._tasks.append(task)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def add(self, task: asyncio.Task[T], ended: Callable[[], None]) -> None:
+        """One more; ``ended`` is called when it has."""
 
-    async def get(self) -> asyncio.Task[T]:
-        while not self._tasks:
+        def has_ended(task: asyncio.Task[T]) -> None:
+            ended()
+            self._arrived.append(task)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+
+        task.add_done_callback(has_ended)
+        self._tasks.append(task)
+
+    async def next(self) -> T:
+        """The next result, of as many as there are requests; raises what the request raised."""
+        while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._tasks.popleft()
+        return self._flights.result(self._arrived.popleft())
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for task in self._tasks:
+            task.cancel()

@@ -64,7 +64,7 @@ class NixlLink:
     async def _move(self, way: Way, pieces: Sequence[Piece], deadline: float) -> None:
         self._check(way, pieces)
         try:
-            if all(self._memory.is_registered(piece.buffer) for piece in pieces):
+            if all(map(self._is_ready, pieces)):
                 await self._move_ready(way, pieces, deadline)
                 return
             for piece in pieces:
@@ -77,6 +77,9 @@ class NixlLink:
                     piece.buffer.hold.release()
         except TimeoutError:
             raise self._error(way, f"not there after {deadline:.3g} s") from None
+
+    def _is_ready(self, piece: Piece) -> bool:
+        return self._memory.is_registered(piece.buffer)
 
     def _check(self, way: Way, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -100,7 +103,8 @@ class NixlLink:
         timer = asyncio.get_running_loop().call_later(deadline, _late, flights)
         try:
             for _, done in flights:
-                self._judge(way, await done)
+                if (error := await done) is not None:
+                    self._judge(way, error)
         finally:
             timer.cancel()
             for flight, _ in flights:
@@ -114,7 +118,7 @@ class NixlLink:
         rest: list[Piece] = []
         ready: list[Piece] = []
         for piece in pieces:
-            (ready if self._memory.is_registered(piece.buffer) else rest).append(piece)
+            (ready if self._is_ready(piece) else rest).append(piece)
         flights = self._all_direct(way, ready)
         try:
             for piece in rest:
@@ -130,23 +134,22 @@ class NixlLink:
 
     def _all_direct(self, way: Way, pieces: Sequence[Piece]) -> list[_Started]:
         """A flight for each kind of memory among ``pieces``."""
+        if len(pieces) == 1:
+            return [self._direct(way, pieces[0].buffer.kind, pieces)]
         kinds: dict[MemoryKind, list[Piece]] = {}
         for piece in pieces:
             kinds.setdefault(piece.buffer.kind, []).append(piece)
         return [self._direct(way, kind, group) for kind, group in kinds.items()]
 
     def _direct(self, way: Way, kind: MemoryKind, group: Sequence[Piece]) -> _Started:
-        sizes = [piece.buffer.nbytes for piece in group]
-        ours = [piece.buffer.address for piece in group]
-        theirs = [self._hello.address + piece.offset for piece in group]
-        holds = [piece.buffer.hold for piece in group]
-        return self._fly(
-            way,
-            list(zip(ours, sizes, strict=True)),
-            list(zip(theirs, sizes, strict=True)),
-            holds,
-            kind=kind,
-        )
+        arena = self._hello.address
+        ours, theirs, holds = [], [], []
+        for piece in group:
+            buffer = piece.buffer
+            ours.append((buffer.address, buffer.nbytes))
+            theirs.append((arena + piece.offset, buffer.nbytes))
+            holds.append(buffer.hold)
+        return self._fly(way, ours, theirs, holds, kind=kind)
 
     async def _by_slab(self, way: Way, piece: Piece) -> None:
         buffer = piece.buffer

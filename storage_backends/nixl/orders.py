@@ -9,7 +9,6 @@ transfer under way, and the load ended at its deadline.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from typing import Final, Generic, TypeVar
@@ -31,8 +30,10 @@ class Orders(Generic[T]):
     def put(self, order: T) -> None:
         """From any thread; never waits."""
         self._orders.append(order)
-        with contextlib.suppress(RuntimeError):  # it rings already
+        try:
             self._bell.release()
+        except RuntimeError:
+            return  # it rings already
 
     def take(self, seconds: float | None) -> list[T]:
         """What there is now; waits for it at most so long (None: as long as it takes).

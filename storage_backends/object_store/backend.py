@@ -104,9 +104,12 @@ class ObjectStoreBackend(StorageBackend):
             read.buffer.hold.acquire()
         start = time.monotonic()
         works = [(partial(self._read, read, start), read.buffer.hold.release) for read in reads]
-        async with aclosing(self._flights.each(works)) as results:
-            async for result in results:
-                yield result
+        batch = self._flights.begin(works)
+        try:
+            for _ in works:
+                yield await batch.next()
+        finally:
+            batch.cancel()
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         self._flights.check_open()

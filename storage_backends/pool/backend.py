@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from contextlib import AsyncExitStack, ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Self, cast
 
@@ -76,6 +76,7 @@ class PoolBackend(StorageBackend):
             persistent=True, shared=True, evicts=True, suggested_depth=8
         )
         self.transports = transports
+        self._takes_device_memory = any(way.takes_device_memory for way in transports.values())
         client = f"{secrets.token_hex(8)}"
 
         def make(name: str, address: Address) -> Peer:
@@ -133,21 +134,21 @@ class PoolBackend(StorageBackend):
         """Into device memory, too, if it was registered: straight from stores that are reached over
         a transport that can, and MISSING from others."""
         self._flights.check_open()
-        ways = self.transports.values()
-        check_reads(reads, device=any(way.takes_device_memory for way in ways))
-        with ExitStack() as held:
-            guards = []
-            for read in reads:  # before the first await
-                guards.append(Guard((read.buffer,)))
-                held.callback(guards[-1].leave)
+        check_reads(reads, device=self._takes_device_memory)
+        guards = [Guard((read.buffer,)) for read in reads]  # before the first await
+        try:
             loading = Loading(reads, guards, self.looking.route, self.options.transfer_seconds)
-            works = [(partial(loading.read, at), guards[at].leave) for at in range(len(reads))]
+            works = [(partial(loading.read, at), guard.leave) for at, guard in enumerate(guards)]
+            batch = self._flights.begin(works)
             try:
-                async with aclosing(self._flights.each(works)) as results:
-                    async for result in results:
-                        yield result
+                for _ in works:
+                    yield await batch.next()
             finally:
+                batch.cancel()
                 await loading.aclose()
+        finally:
+            for guard in guards:
+                guard.leave()
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -163,10 +164,12 @@ class PoolBackend(StorageBackend):
             seconds = self.options.transfer_seconds
             storing = Storing(writes, guards, self._homes, self._threads, seconds)
             works = [(partial(storing.write, at), guards[at].leave) for at in range(len(writes))]
+            batch = self._flights.begin(works)
             try:
-                async with aclosing(self._flights.each(works)) as results:
-                    ended = {id(r.request): r async for r in results}
+                results = [await batch.next() for _ in works]
+                ended = {id(result.request): result for result in results}
             finally:
+                batch.cancel()
                 await storing.aclose()
             for write in writes:
                 self._changed(write.info.key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cacheflow.memory import InFlight
@@ -20,43 +21,44 @@ if TYPE_CHECKING:
 __all__ = ["Guard"]
 
 
-class Guard:
-    """Over ``buffers`` of a caller, from now until :meth:`leave` and the last transfer's end."""
+class Guard(InFlight):
+    """Over ``buffers`` of a caller, from now until :meth:`leave` and the last transfer's end: the
+    hold under which a transport touches that memory."""
+
+    __slots__ = ("_is_left", "_loop", "buffers")
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self.hold = InFlight()
-        """For whoever else touches the memory."""
-        self.hold.acquire()
+        super().__init__()
         self._loop = asyncio.get_running_loop()
         self._is_left = False
         for buffer in buffers:
             buffer.hold.acquire()
         self.buffers = [
-            Buffer(buffer.address, buffer.nbytes, buffer.kind, buffer.view, self.hold)
+            Buffer(buffer.address, buffer.nbytes, buffer.kind, buffer.view, self)
             for buffer in buffers
         ]
-        """The same memory, for a transport: under this guard's hold."""
-        self.hold.when_idle(lambda: _release(buffers))
+        """The same memory, for a transport: under this hold."""
+        self.acquire()
+        self.when_idle(partial(_release, buffers))
 
     @property
     def in_use(self) -> bool:
         """Whether a transfer may still touch it."""
-        return self.hold.in_flight > (not self._is_left)
+        return self.in_flight > (not self._is_left)
 
-    def when_idle(self, callback: Callable[[], None]) -> None:
+    def when_over(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` on the loop once nothing can be touched any more."""
-
-        def from_any_thread() -> None:
-            with suppress(RuntimeError):  # the loop is gone, and so is the connection
-                self._loop.call_soon_threadsafe(callback)
-
-        self.hold.when_idle(from_any_thread)
+        self.when_idle(partial(self._on_loop, callback))
 
     def leave(self) -> None:
         """Nothing new begins. Idempotent."""
         if not self._is_left:
             self._is_left = True
-            self.hold.release()
+            self.release()
+
+    def _on_loop(self, callback: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is gone, and so is the connection
+            self._loop.call_soon_threadsafe(callback)
 
 
 def _release(buffers: Sequence[Buffer]) -> None:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from cacheflow.errors import BackendError
 from cacheflow.pool import messages
 from cacheflow.storage_backends.pool.headers import Headers
-from cacheflow.storage_backends.pool.peer import Place
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
+    from cacheflow.pool import Link
     from cacheflow.storage_backends.flights import Flights
     from cacheflow.storage_backends.pool.headers import Listed
     from cacheflow.storage_backends.pool.members import Members
@@ -81,8 +81,8 @@ class Looking:
         names = self._places.get(key)
         if names is None:
             return self._members.of(key.chunk.digest)
-        peers = (self._members.peers.get(name) for name in names)
-        return [peer for peer in peers if peer is not None and peer.is_up]
+        known = self._members.peers
+        return [known[name] for name in names if name in known and known[name].is_up]
 
     async def has(self, peer: Peer, key: ObjectKey) -> bool:
         """Whether the store has the object, whichever version of it.
@@ -106,7 +106,7 @@ class Looking:
         """Somebody here has replaced or deleted it: what was known of it is out of date."""
         self._places.pop(key, None)
         for peer in self._members.peers.values():
-            peer.forget(key)
+            peer.places.forget(key)
 
     def headers_of(self, peer: Peer) -> Headers:
         """What is known of the store's objects, in this start of it."""
@@ -137,8 +137,7 @@ class Looking:
                 for (chunk, _), objects in zip(some, decoded, strict=True):
                     headers.keep(chunk, objects)
                     found[chunk] = [listed.info for listed in objects]
-                    if peer.link is link:  # else the leases ended with their connection
-                        _remember_places(peer, objects, asked_at)
+                    _remember_places(peer, objects, link, asked_at)
             at += len(answer.found)
         return _Answer(peer, found)
 
@@ -194,7 +193,12 @@ async def _decoded(
     return decode() if new <= _FEW else await asyncio.to_thread(decode)
 
 
-def _remember_places(peer: Peer, objects: Sequence[Listed], asked_at: float) -> None:
+def _remember_places(
+    peer: Peer, objects: Sequence[Listed], link: Link | None, asked_at: float
+) -> None:
+    if peer.link is not link:
+        return  # the leases have ended with their connection
     for generation, info, offset in objects:
         if generation:
-            peer.looked_up(info.key, Place(offset, info.nbytes, generation, asked_at))
+            slot = (offset, info.nbytes, generation)
+            peer.places.put(info.key, peer.place(slot, link, asked_at))

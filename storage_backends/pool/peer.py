@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from contextlib import suppress
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cacheflow.errors import BackendError
 from cacheflow.pool import messages
 from cacheflow.storage_backends.pool.channel import Channel, Refused
+from cacheflow.storage_backends.pool.places import Place, Places
 from cacheflow.storage_backends.pool.ways import Ways
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
     from cacheflow.pool import Link, Transport
     from cacheflow.storage_backends.pool.settings import Address, PoolOptions
-    from cacheflow.types import ObjectKey
 
-__all__ = ["Peer", "PeerState", "Place"]
+__all__ = ["Peer", "PeerState"]
 
 R = TypeVar("R", bound="messages.Message")
 _log = logging.getLogger(__name__)
@@ -37,16 +36,6 @@ _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
 """Seconds between two attempts to connect."""
 _BATCH: Final = 256
-_MOST_PLACES: Final = 16384
-
-
-class Place(NamedTuple):
-    """A leased slot; ``asked``: when the lease had not begun yet, on our clock."""
-
-    offset: int
-    nbytes: int
-    generation: int
-    asked: float
 
 
 class PeerState(StrEnum):
@@ -95,7 +84,8 @@ class Peer:
         self._has_delivered = False
         """Something has come or gone over the link."""
         self._releases: list[int] = []
-        self._places: OrderedDict[ObjectKey, Place] = OrderedDict()
+        self.places = Places(self._give_back)
+        """What lookups have leased."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -164,28 +154,13 @@ class Peer:
 
     # -- leases --------------------------------------------------------------------------------
 
-    def leased(self, key: ObjectKey) -> Place | None:
-        """Where an object is that a lookup found not long ago: at least half of that lease is
-        left."""
-        place = self._places.get(key)
-        if place is None:
-            return None
-        if time.monotonic() - place.asked > self.lease_seconds / 2:
-            del self._places[key]
-            return None
-        return place
+    def place(self, slot: tuple[int, int, int], link: Link | None, asked: float) -> Place:
+        """What the store answered when it was ``asked`` over the connection that ``link`` belongs
+        to: offset, bytes and generation of a slot that it leased."""
+        return Place.leased(slot, link, asked, self.lease_seconds)
 
-    def looked_up(self, key: ObjectKey, place: Place) -> None:
-        """The store said where an object is, and leased it."""
-        self._places[key] = place
-        self._places.move_to_end(key)
-        while len(self._places) > _MOST_PLACES:
-            self._places.popitem(last=False)
-
-    def forget(self, key: ObjectKey) -> None:
-        """Somebody here deletes or replaces the object: its slot need not be kept for us."""
-        place = self._places.pop(key, None)
-        if place is not None and self._channel is not None:
+    def _give_back(self, place: Place) -> None:
+        if self._channel is not None and self.link is place.link:  # else it ended with its own
             generations = (place.generation,)
             self._channel.tell(messages.Release(generations=generations, looked_up=True))
 
@@ -194,8 +169,11 @@ class Peer:
         """How long a lease lasts."""
         return self.hello.lease_ms / 1000 if self.hello is not None else 0.0
 
-    def release(self, generation: int) -> None:
-        """One lease is not needed any more. Said soon, with others."""
+    def release(self, generation: int, link: Link | None) -> None:
+        """One lease is not needed any more, of the connection that ``link`` belongs to. Said soon,
+        with others."""
+        if link is not self.link:
+            return  # it ended with its connection
         if not self._releases:
             asyncio.get_running_loop().call_soon(self._send_releases, self._channel)
         self._releases.append(generation)
@@ -308,7 +286,7 @@ class Peer:
     async def _lose(self, reason: str) -> None:
         channel, self._channel = self._channel, None
         link, self.link = self.link, None
-        self._places.clear()
+        self.places.clear()
         if self.state is not PeerState.DOWN:
             _log.warning("store %s: down: %s", self.name, reason)
             self._become(PeerState.DOWN)

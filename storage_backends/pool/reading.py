@@ -10,26 +10,24 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from cacheflow.errors import BackendError
 from cacheflow.kv import format_name
 from cacheflow.pool import Piece, messages
 from cacheflow.storage_backends.pool.channel import Refused
-from cacheflow.storage_backends.pool.peer import Place
 from cacheflow.types import Buffer, MemoryKind, TransferResult, TransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cacheflow.pool import Link
     from cacheflow.storage_backends.pool.guard import Guard
     from cacheflow.storage_backends.pool.peer import Peer
+    from cacheflow.storage_backends.pool.places import Place
     from cacheflow.types import ObjectKey, Read
 
 __all__ = ["Loading"]
-
-_BELIEVED: Final = 0.9
-"""Share of a lease after which the store is asked whether it still holds."""
 
 
 class Loading:
@@ -47,9 +45,16 @@ class Loading:
         self._seconds = transfer_seconds
         self._start = time.monotonic()
         self._routes = [route(read.key) for read in reads]
+        self._known: list[Place | None] = []
+        """Of each read where lookups have found it in its first store."""
         self._groups: dict[Peer, list[int]] = {}
+        """Other reads, by their first store: those are leased together."""
         for at, peers in enumerate(self._routes):
-            if peers and peers[0].leased(reads[at].key) is None:
+            place = peers[0].places.find(reads[at].key) if peers else None
+            if place is not None and not self._is_good(place, peers[0]):
+                place = None
+            self._known.append(place)
+            if peers and place is None:
                 self._groups.setdefault(peers[0], []).append(at)
         self._leasing: dict[Peer, asyncio.Task[dict[int, Place]]] = {}
 
@@ -57,13 +62,15 @@ class Loading:
         """The result of one read; an object that no store delivers is MISSING."""
         read = self._reads[at]
         error: BackendError | None = None
+        place = self._known[at]
         for peer in self._routes[at]:
             try:
-                result = await self._read_at(peer, at)
+                result = await self._read_at(peer, at, place)
                 if result is not None:
                     return result
             except BackendError as failure:
                 error = failure
+            place = None
             if self._guards[at].in_use:  # what failed may still write there
                 return self._result(read, TransferStatus.LATE, 0, error)
         if not self._routes[at]:
@@ -71,16 +78,21 @@ class Loading:
             error = BackendError(reason, operation="load", context="pool", is_temporary=True)
         return self._result(read, TransferStatus.MISSING, 0, error)
 
-    async def _read_at(self, peer: Peer, at: int) -> TransferResult | None:
+    async def _read_at(self, peer: Peer, at: int, known: Place | None) -> TransferResult | None:
         """From one store; None if it has it not."""
-        place = peer.leased(self._reads[at].key)
-        if place is not None:
+        key = self._reads[at].key
+        place = known or peer.places.find(key)
+        if place is not None and self._is_good(place, peer):
             try:
                 return await self._read(peer, at, place)
             except Refused:  # it has been deleted or replaced since the lookup
-                peer.forget(self._reads[at].key)
+                peer.places.forget(key)
         place = await self._place(peer, at)
         return None if place is None else await self._read(peer, at, place)
+
+    @staticmethod
+    def _is_good(place: Place, peer: Peer) -> bool:
+        return place.link is peer.link and time.monotonic() < place.fresh_until
 
     async def aclose(self) -> None:
         """Nobody wants leases any more that were not given yet."""
@@ -91,17 +103,23 @@ class Loading:
             await asyncio.wait(tasks)
 
     async def _read(self, peer: Peer, at: int, place: Place) -> TransferResult:
-        read, [buffer] = self._reads[at], self._guards[at].buffers
+        read, guard = self._reads[at], self._guards[at]
+        [buffer] = guard.buffers
         nbytes = max(0, min(buffer.nbytes, place.nbytes - read.offset))
         if nbytes:
             piece = Piece(place.offset + read.offset, place.generation, _first(buffer, nbytes))
-            await self._transfer(peer, piece)
-            await self._check_lease(peer, read, place)
+            place.readers.append(guard)
+            try:
+                await self._transfer(peer, place.link, piece)
+            finally:
+                if not guard.in_use:
+                    place.readers.remove(guard)
+            if time.monotonic() >= place.sure_until:
+                await self._confirm(peer, read, place)
         is_whole = nbytes == buffer.nbytes
         return self._result(read, TransferStatus.OK if is_whole else TransferStatus.SHORT, nbytes)
 
-    async def _transfer(self, peer: Peer, piece: Piece) -> None:
-        link = peer.link
+    async def _transfer(self, peer: Peer, link: Link | None, piece: Piece) -> None:
         if link is None:
             raise BackendError("the store is down", operation="load", context=peer.name)
         if piece.buffer.kind is MemoryKind.DEVICE and not peer.takes_device_memory:
@@ -109,17 +127,15 @@ class Loading:
             raise BackendError(reason, operation="load", context=peer.name, is_temporary=True)
         try:
             await link.read([piece], deadline=self._seconds)
-            peer.delivered(link)
         except Refused:
             raise  # the link works: the lease is over
         except BackendError as error:
             peer.suspect_link(link, error)
             raise
+        peer.delivered(link)
 
-    async def _check_lease(self, peer: Peer, read: Read, place: Place) -> None:
+    async def _confirm(self, peer: Peer, read: Read, place: Place) -> None:
         """Raises BackendError if the slot may have been used again while it was being read."""
-        if time.monotonic() - place.asked < _BELIEVED * peer.lease_seconds:
-            return
         request = messages.Lease(names=(format_name(read.key),))
         answer = await peer.ask(request, messages.LeaseReply, partial(_give_back, peer))
         _give_back(peer, answer)
@@ -137,20 +153,23 @@ class Loading:
         if task is None:
             task = self._leasing[peer] = asyncio.create_task(self._lease(peer, list(group)))
             task.add_done_callback(_heard)
-        return (await asyncio.shield(task)).get(at)
+        place = (await asyncio.shield(task)).get(at)
+        if place is None or self._is_good(place, peer):
+            return place
+        return (await self._lease(peer, [at])).get(at)  # it has waited long for its turn
 
     async def _lease(self, peer: Peer, group: list[int]) -> dict[int, Place]:
         places: dict[int, Place] = {}
         for first in range(0, len(group), messages.BATCH):
             batch = group[first : first + messages.BATCH]
             names = tuple(format_name(self._reads[at].key) for at in batch)
-            asked = time.monotonic()
+            link, asked = peer.link, time.monotonic()
             request, late = messages.Lease(names=names), partial(_give_back, peer)
             answer = await peer.ask(request, messages.LeaseReply, late, is_work=True)
             for at, slot in zip(batch, answer.slots, strict=False):
                 if slot is not None:
-                    places[at] = Place(*slot, asked)
-                    self._guards[at].when_idle(partial(peer.release, slot[2]))
+                    places[at] = peer.place(slot, link, asked)
+                    self._guards[at].when_over(partial(peer.release, slot[2], link))
         return places
 
     def _result(
@@ -166,7 +185,7 @@ class Loading:
 def _give_back(peer: Peer, answer: messages.LeaseReply) -> None:
     for slot in answer.slots:
         if slot is not None:
-            peer.release(slot[2])
+            peer.release(slot[2], peer.link)
 
 
 def _first(buffer: Buffer, nbytes: int) -> Buffer:

@@ -76,6 +76,8 @@ class TcpLink:
             connection.close()
 
     async def _move(self, operation: Operation, pieces: Sequence[Piece], deadline: float) -> None:
+        if self.is_closed:  # its threads may be gone, too
+            raise self._error(operation, "the link was closed")
         for piece in pieces:
             piece.buffer.hold.acquire()
 

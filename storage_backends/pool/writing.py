@@ -125,16 +125,16 @@ class Storing:
         return _Ended(TransferStatus.FAILED, error)
 
     async def _checksum(self, at: int) -> int:
-        buffers, hold = self._guards[at].buffers, self._guards[at].hold
-        hold.acquire()
+        guard = self._guards[at]
+        guard.acquire()
 
         def work() -> int:
             try:
-                return _digest(buffers)
+                return _digest(guard.buffers)
             finally:
-                hold.release()
+                guard.release()
 
-        total: int = await self._threads.run(work, hold.release)
+        total: int = await self._threads.run(work, guard.release)
         return total
 
     # -- slots ---------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Storing:
                     places[at] = refusal
                     continue
                 places[at] = _Place(offset, generation)
-                self._guards[at].when_idle(partial(self._abandon, peer, generation))
+                self._guards[at].when_over(partial(self._abandon, peer, generation))
         return places
 
     def _batches(self, group: Sequence[int]) -> list[list[tuple[int, bytes]]]:

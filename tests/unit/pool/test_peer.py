@@ -78,8 +78,8 @@ async def test_leases_of_a_connection_that_is_over_are_not_remembered() -> None:
         with mock.patch.object(looking, "_decoded", slow):
             [found] = await backend.lookup([stored.key.chunk])
         assert [info.key for info in found] == [stored.key]
-        assert peer.leased(stored.key) is None
+        assert peer.places.find(stored.key) is None
         await until(lambda: peer.is_up)
         assert await there(backend, [stored]) == [0]
         await backend.lookup([stored.key.chunk])
-        assert peer.leased(stored.key) is not None
+        assert peer.places.find(stored.key) is not None

@@ -7,6 +7,7 @@ import hashlib
 
 import pytest
 
+from cacheflow.errors import BackendError
 from cacheflow.memory import buffer_from
 from cacheflow.pool import Piece
 from cacheflow.storage_backends.pool import tcp
@@ -33,5 +34,21 @@ async def test_there_are_no_more_lanes_than_cores_to_copy(
     assert b"".join(bytes(buffer.view or b"") for buffer in buffers) == data
     assert 1 <= len(store._lanes) <= lanes
     assert link._threads.count == lanes
+    await transport.aclose()
+    await store.aclose()
+
+
+async def test_a_closed_link_fails_as_a_broken_one_does() -> None:
+    """Who still holds it learns that its store is not reached this way, also when its threads are
+    gone: nothing but BackendError is expected of a link."""
+    store = await TcpTarget.listening(buffer_from(bytearray(PART)), Open(), "127.0.0.1", 0, None)
+    transport = TcpTransport(None)
+    link = await transport.connect("s", "127.0.0.1", await store.admit("c", b""))
+    buffer = buffer_from(bytearray(PART))
+    for close in (link.close, link.aclose):
+        if (closing := close()) is not None:
+            await closing
+        with pytest.raises(BackendError, match="the link was closed"):
+            await link.read([Piece(0, 1, buffer)], deadline=20)
     await transport.aclose()
     await store.aclose()
