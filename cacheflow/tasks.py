@@ -7,12 +7,13 @@ is nobody's then. Knows nothing of what is awaited.
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
-__all__ = ["all_or_nothing", "to_the_end"]
+__all__ = ["all_or_nothing", "no_strays", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -49,3 +50,20 @@ async def all_or_nothing(making: Awaitable[T], undo: Callable[[T], Awaitable[obj
         if not task.cancelled() and task.exception() is None:
             await to_the_end(undo(task.result()))
         raise
+
+
+@contextmanager
+def no_strays() -> Iterator[None]:
+    """A CancelledError that nobody has cancelled this task for becomes a RuntimeError.
+
+    For calls of third parties: one that awaits a task of its own which was cancelled, that of a
+    connection that is closed for instance, lets its CancelledError out. Passed on, it would end
+    tasks that nobody wants to end, and count as nobody's failure.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("it was cancelled from within: nobody here has cancelled it") from error

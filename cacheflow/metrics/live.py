@@ -72,8 +72,9 @@ class LiveGauges:
             "Staging memory that waits for given-up I/O to end.",
             live.quarantined_bytes(),
         )
-        yield _parts(live.tier_parts())
-        yield _repairs(live.tier_parts())
+        parts = live.tier_parts()
+        yield _parts(parts)
+        yield _repairs(parts)
         used, capacity = live.staging_bytes
         yield GaugeMetricFamily("cacheflow_staging_used_bytes", "Staging memory in use.", used)
         yield GaugeMetricFamily("cacheflow_staging_capacity_bytes", "Staging memory.", capacity)

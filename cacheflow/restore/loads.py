@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cacheflow.restore.fetching import fetched
 from cacheflow.restore.transfer import LoadFailed, published_parts, verify_pieces
-from cacheflow.tasks import to_the_end
+from cacheflow.tasks import no_strays, to_the_end
 from cacheflow.types import LoadEnded, LoadOutcome, Published
 
 if TYPE_CHECKING:
@@ -79,15 +79,16 @@ class LoadDriver:
         try:
             async with asyncio.timeout(restorer.load_deadline):
                 tier, located = restorer.channels[self.channel], job.located[self.channel].of(load)
-                async with fetched(tier, load, located, restorer.pool) as pieces:
-                    await self._verify(pieces)
-                    nbytes = sum(len(piece.stored) for piece in pieces)
-                    layers = restorer.scheduler.commit(load)
-                    if layers and load.hidden:
-                        await self._import(load, job, pieces)
-                    elif layers:
-                        await self._publish(load, job, pieces, layers)
-                    granted = layers
+                with no_strays():
+                    async with fetched(tier, load, located, restorer.pool) as pieces:
+                        await self._verify(pieces)
+                        nbytes = sum(len(piece.stored) for piece in pieces)
+                        layers = restorer.scheduler.commit(load)
+                        if layers and load.hidden:
+                            await self._import(load, job, pieces)
+                        elif layers:
+                            await self._publish(load, job, pieces, layers)
+                        granted = layers
             outcome = LoadOutcome.PUBLISHED if granted else LoadOutcome.DROPPED
         except LoadFailed as error:
             outcome, reason, lost = error.outcome, str(error), error.chunks
@@ -120,7 +121,8 @@ class LoadDriver:
             parts = published_parts(pieces, layers)
             publish = restorer.recomputer.publish(load.request_id, parts)
             # Not in the group: its error is the request's, and would end all others there.
-            await to_the_end(publish)
+            with no_strays():
+                await to_the_end(publish)
         except Exception as error:  # the KV cache may be half written: the request cannot go on
             restorer.fail(load.request_id, error)
             raise LoadFailed(LoadOutcome.FAILED, load.chunks, str(error)) from error

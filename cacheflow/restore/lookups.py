@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.restore.meeting import offering, reach
+from cacheflow.tasks import no_strays
 from cacheflow.tiers import locate
 from cacheflow.types import LookedUp
 
@@ -87,7 +88,8 @@ class Lookups:
         start, found, reason = restorer.clock.now(), 0, ""
         try:
             async with asyncio.timeout(restorer.load_deadline):
-                located = await self._locate(job, name, chunks)
+                with no_strays():
+                    located = await self._locate(job, name, chunks)
         except Exception as error:
             # A third party's backend may raise anything: it has nothing then.
             reason = str(error) or type(error).__name__

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.restore.seldom import Seldom
 from cacheflow.restore.tasks import on_loop_when_idle
 from cacheflow.restore.writes import MAX_QUEUED, Chunk, WriteQueue
+from cacheflow.tasks import no_strays
 from cacheflow.tiers.ranks import rank_here, rank_stored
 from cacheflow.types import Codec, LoadOutcome, StoreEnded, TransferStatus
 
@@ -126,8 +127,9 @@ class TierWriter:
 
     async def _wanted(self, save: Save, indices: Sequence[int]) -> list[int]:
         """Chunks of which nothing as good as ours is stored."""
-        async with asyncio.timeout(self._shared.deadline):
-            found = await self._backend.survey(save.keys, indices)
+        with no_strays():
+            async with asyncio.timeout(self._shared.deadline):
+                found = await self._backend.survey(save.keys, indices)
         shard, stamp = self._shared.shard, save.stamp
 
         def better() -> list[int]:
@@ -187,7 +189,8 @@ class TierWriter:
         deadline = self._shared.deadline
         try:
             async with self._shared.pace.turn(), asyncio.timeout(deadline):
-                result = (await self._backend.store([copy.write]))[0]
+                with no_strays():
+                    result = (await self._backend.store([copy.write]))[0]
         except TimeoutError:
             return _LATE, f"not there after {deadline:g} s (setting load_deadline)"
         except Exception as error:  # a third party's backend may raise anything: a dropped chunk

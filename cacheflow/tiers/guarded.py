@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
 from cacheflow.abc import StorageBackend
 from cacheflow.clock import SystemClock
 from cacheflow.errors import BackendError, ClosedError, ConfigError
+from cacheflow.tasks import no_strays
 from cacheflow.tiers.cutoff import Cutoff
 from cacheflow.tiers.doubts import Doubts
 from cacheflow.tiers.health import Ailment
@@ -152,18 +153,19 @@ class Guarded(StorageBackend):
         wrong: Ailment | None = None
         well = True
         try:
-            async with aclosing(self.inner.load(reads)) as results:
-                while len(ended) < len(reads):
-                    with cutoff:
-                        result = await anext(results, None)
-                    if result is None:
-                        wrong = Ailment.FAILED  # the rest never comes
-                        break
-                    ended.append(id(result.request))
-                    if result.status is not TransferStatus.OK:
-                        well = False
-                        self._judge(_key(result.request), result.status)
-                    yield result
+            with no_strays():
+                async with aclosing(self.inner.load(reads)) as results:
+                    while len(ended) < len(reads):
+                        with cutoff:
+                            result = await anext(results, None)
+                        if result is None:
+                            wrong = Ailment.FAILED  # the rest never comes
+                            break
+                        ended.append(id(result.request))
+                        if result.status is not TransferStatus.OK:
+                            well = False
+                            self._judge(_key(result.request), result.status)
+                        yield result
         except TimeoutError:
             wrong = Ailment.LATE
             for read in _without(reads, ended):
@@ -227,7 +229,12 @@ class Guarded(StorageBackend):
         return self.inner.register_memory(memory)
 
     def parts(self) -> Sequence[StorePart]:
-        return self.inner.parts()
+        """None of a store that cannot say: all other metrics are on the same page."""
+        try:
+            return tuple(self.inner.parts())
+        except Exception as error:  # a third party's backend may raise anything
+            _log.debug("tier %s: its parts cannot be told: %s", self._channel, error)
+            return ()
 
     def hint(self, keys: Sequence[ChunkKey], priority: float, ttl: float) -> None:
         self.inner.hint(keys, priority, ttl)
@@ -281,7 +288,8 @@ class Guarded(StorageBackend):
         wrong: Ailment | None = Ailment.RAISED
         try:
             async with asyncio.timeout(seconds):
-                results = await self.inner.store(writes)
+                with no_strays():
+                    results = await self.inner.store(writes)
             wrong = self._judge_writes(writes, results)
         except TimeoutError:
             wrong = Ailment.LATE
@@ -327,23 +335,27 @@ class Guarded(StorageBackend):
         return await self._names("used_bytes", 1, self.inner.used_bytes())
 
     async def aclose(self) -> None:
-        """Bounded, whatever ``inner`` does."""
+        """Bounded, and without an error, whatever ``inner`` does: others are still to be closed."""
         if self._closed:
             return
         self._closed = True
         await self._recovery.aclose()
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await self.inner.aclose()
+                with no_strays():
+                    await self.inner.aclose()
         except TimeoutError:
             _log.error("tier %s: not closed after %g s", self._channel, _CLOSE_SECONDS)
+        except Exception:  # a third party's backend may raise anything
+            _log.exception("tier %s: closing it failed", self._channel)
 
     async def _names(self, operation: str, count: int, asking: Awaitable[T]) -> T:
         """Await an operation on ``count`` names, with its deadline."""
         seconds = min(_NAMES_SECONDS + count * _NAME_SECONDS, self._deadline)
         try:
             async with asyncio.timeout(seconds):
-                return await asking
+                with no_strays():
+                    return await asking
         except TimeoutError:
             self._recovery.reading_failed(Ailment.LATE)
             raise self._error(operation, f"not there after {seconds:g} s") from None

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.tasks import no_strays
 from cacheflow.tiers.health import Ailment, Health, HealthLimits
 from cacheflow.types import TierDown, TierUp, tell
 
@@ -101,7 +102,8 @@ class Recovery:
     async def _is_well(self) -> bool:
         try:
             async with asyncio.timeout(self._longest_probe):
-                await self._probe()
+                with no_strays():
+                    await self._probe()
         except Exception as error:  # whatever a third party's backend raises: it is not well
             _log.debug("tier %s: still set aside: %s", self._channel, error)
             return False

@@ -120,7 +120,7 @@ class PoolBackend(StorageBackend):
                 not_repaired=self.repair.dropped[peer.name],
                 reason=peer.reason,
             )
-            for peer in self.members.peers.values()
+            for peer in list(self.members.peers.values())  # scraped from another thread
         ]
 
     # -- reading -------------------------------------------------------------------------------
