@@ -2,7 +2,8 @@
 
 The halves are the front and the back of the prefix, or every other chunk. The restored time is
 compared with the two-channel fluid bound: cells by what recompute alone took in the same run, the
-memory tier by what loading its half alone took, the link by its bandwidth.
+memory tier by what loading its half alone took, the link by its bandwidth. The suffix, of which the
+bound knows nothing, waits until the prefix is there (``patient``).
 
     make bench-sources
 """
@@ -16,11 +17,13 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from rigs import (
+    Patient,
     balanced,
     layer_times,
     model_name,
     model_options,
     opened,
+    policy_of,
     prompts_of,
     ratio,
     recomputed,
@@ -162,12 +165,12 @@ async def _rounds(
         tiers = await split.lay_out(rig, vault, bandwidth, stack)
         split.memory_seconds = await _memory_alone(rig, prompt, split, vault)
         restorers[split.name] = await stack.enter_async_context(rig.restorer(tiers))
-        await rig.alone(restorers[split.name], prompt, options.policy)
+        await rig.alone(restorers[split.name], prompt, policy_of(options.policy))
     for number in range(options.rounds):
         if number:
             recompute = await rig.together(alone, [prompt], "recompute")
         for split in splits:
-            run = await rig.together(restorers[split.name], [prompt], options.policy)
+            run = await rig.together(restorers[split.name], [prompt], policy_of(options.policy))
             split.note(rig, run, recompute, bandwidth)
             tell()
     return summary(options, splits)
@@ -243,7 +246,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of the prefix, a multiple of 512")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ratio", type=ratio, default=1.0, help="compute:I/O over the link alone")
-    parser.add_argument("--policy", default="adaptive")
+    parser.add_argument("--policy", default=Patient.name)
     options = parser.parse_args()
     options.tokens = options.tokens or (QUICK_TOKENS if options.quick else 4096)
     return options

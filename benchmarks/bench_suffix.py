@@ -13,15 +13,17 @@ import argparse
 import statistics
 import sys
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from rigs import (
+    Patient,
     balanced,
     costs_of,
     fill,
     model_name,
     model_options,
     opened,
+    policy_of,
     prompts_of,
     ratio,
     recomputed,
@@ -31,7 +33,6 @@ from rigs import (
 )
 
 from cacheflow.cli.output import progress
-from cacheflow.scheduling import load_policy
 from cacheflow.scheduling.policies.adaptive import Adaptive
 from cacheflow.simulation import batch_fluid_seconds
 
@@ -39,21 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cacheflow.cli.bench_rig import Prompt, Rig, Run
-    from cacheflow.scheduling import Policy
 
 QUICK_TOKENS = 2048
-
-
-class Patient(Adaptive):
-    """``adaptive`` in all but one thing: the suffix waits until the whole prefix is there."""
-
-    name: ClassVar[str] = "patient"
-    overlaps: ClassVar[bool] = False
-
-
-def policy_of(name: str) -> Policy:
-    """A policy of the scheduler, or the variant made for this benchmark."""
-    return Patient() if name == Patient.name else load_policy(name)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from policy_runs import FINE, LLAMA, QWEN, Case, Table, percent, setting, single
 from policy_streams import BATCHES, CLOSED, MAIN, batch, utilisation
 
 from cacheflow.scheduling.policies.two_pointer import TwoPointer
+from cacheflow.simulation import batch_fluid_seconds
 from cacheflow.simulation.results import Quantiles
 from cacheflow.types import TileGrid
 
@@ -165,21 +166,32 @@ def claims(run_all: Runner) -> list[Table]:
     ]
     flat = [each.mean for each in run_all(cases)]
     times = [flat[i : i + len(names)] for i in range(0, len(flat), len(names))]
-    return [_reductions(times), _tails(run_all), _growth(points, times)]
+    bounds = [_first_token_bound(case) for case in cases[:: len(names)]]
+    return [_reductions(times, bounds), _tails(run_all), _growth(points, times)]
 
 
-def _reductions(times: Sequence[Sequence[float]]) -> Table:
+def _first_token_bound(case: Case) -> float:
+    """Seconds that no staircase beats, with the whole suffix hidden behind loads if need be."""
+    place = case.scenario.placement(named=False).place
+    return batch_fluid_seconds(case.scenario.fluid(place(job, 0)) for job in case.jobs)
+
+
+def _reductions(times: Sequence[Sequence[float]], bounds: Sequence[float]) -> Table:
     rows: list[Row] = []
     for place, (name, systems) in enumerate(BASELINES.items(), 1):
         less = sorted(1 - each[0] / each[place] for each in times)
         share = sum(x >= 0.10 for x in less) / len(less)
-        shown = [percent(x) for x in (less[0], median(less), less[-1], share)]
+        room = [1 - b / each[place] >= 0.10 for b, each in zip(bounds, times, strict=True)]
+        shares = (share, sum(room) / len(room))
+        shown = [percent(x) for x in (less[0], median(less), less[-1], *shares)]
         rows.append((f"{name} ({systems})", "10-62 %", *shown, verdict(less[0] >= 0.10)))
-    heads = ("below", "claimed", "least", "median", "most", "points of 10 % or more", "verdict")
+    heads = ("below", "claimed", "least", "median", "most", "points of 10 % or more",
+             "where the bound allows it", "verdict")  # fmt: skip
     note = (
         f"TTFT of adaptive below the baseline's over {len(times)} points: Llama-3.1-8B and "
         "Qwen3-8B on an H100, 10/40/80 Gbps, 2k to 64k, one request, cells of 4 layers. Kept: no "
-        "point below 10 %."
+        "point below 10 %. The bound: fluid, over all staircases, with the suffix hidden; at other "
+        "points nobody could be 10 % below that baseline."
     )
     return Table("The claim of 10-62 % less TTFT", heads, tuple(rows), note)
 

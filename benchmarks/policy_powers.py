@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from policy_runs import LLAMA, Case, Table, balanced, percent, setting, single, tokens, verdict
 from policy_streams import MAIN, NoHedge
 
+from cacheflow.costs.fluid import concave_hull
 from cacheflow.scheduling.order import FirstCome
 from cacheflow.scheduling.policies.adaptive import Adaptive
 from cacheflow.scheduling.policies.staircase import best_staircase
@@ -42,6 +44,12 @@ class InOrder(Adaptive):
     order: ClassVar[Order | None] = FirstCome()
 
 
+class TileByTile(Adaptive):
+    """Narrow leading tiles are recomputed one after the other."""
+
+    rows: ClassVar[bool] = False
+
+
 class AlwaysBegin(Adaptive):
     """Recompute starts even where it can save nothing."""
 
@@ -70,6 +78,7 @@ ABLATIONS: Final[dict[str, type[Policy]]] = {
     "without suffix overlap": NoOverlap,
     "without hedging": NoHedge,
     "first come, first served": InOrder,
+    "tile by tile, no rows": TileByTile,
     "without a threshold to begin": AlwaysBegin,
     "whole tiles, no split by layer": WholeTiles,
     "planned once, not corrected": Fixed,
@@ -154,7 +163,7 @@ def halves_bound(scenario: Scenario, length: int, suffix: int) -> float:
     """Least TTFT when the later half is on the first channel and the earlier on the second.
 
     In time ``t`` each channel delivers ``t`` seconds of its own half; what remains of either half
-    costs at least its earliest cells, and all that has to fit into ``t`` less the suffix.
+    costs at least its cheapest staircase, and all that has to fit into ``t`` less the suffix.
     """
     machine, middle = scenario.machine, length // 2
     pieces = scenario.grid.split(length, length + suffix)
@@ -166,7 +175,8 @@ def halves_bound(scenario: Scenario, length: int, suffix: int) -> float:
             for tile in scenario.grid.split(start, stop)
             for _ in range(machine.layer_blocks)
         ]
-        halves.append(cells)
+        saved = accumulate(cells, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0.0, 0.0))
+        halves.append([(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(concave_hull([*saved]))])
     low, high = fixed, fixed + sum(cost for cells in halves for cost, _ in cells)
     for _ in range(60):
         t = (low + high) / 2
@@ -176,7 +186,8 @@ def halves_bound(scenario: Scenario, length: int, suffix: int) -> float:
 
 
 def _left_over(cells: Sequence[tuple[float, float]], t: float) -> float:
-    """Seconds of compute for what a channel does not deliver of ``cells`` within ``t``."""
+    """Seconds of compute for what a channel does not deliver of ``cells`` (or runs of them, the
+    cheapest a second of loads first) within ``t``."""
     left, spent = sum(load for _, load in cells) - t, 0.0
     for cost, load in cells:
         if left <= 0:

@@ -350,6 +350,10 @@ class ChannelModel:
         """Whether any load in flight began before one that was delivered."""
         return bool(self._overtaken)
 
+    def has_passed(self, load_id: int) -> bool:
+        """Whether a load that began later than this one, which is in flight, was delivered."""
+        return load_id in self._overtaken
+
     def lag(self, load_id: int, now: float) -> float:
         """Seconds for which a load that hangs while others pass it is expected to go on: as long as
         it is late. 0 for all others, which the channel's own progress tells enough about."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from cacheflow.scheduling.outlook import Work
 from cacheflow.scheduling.planned import Planned
 from cacheflow.scheduling.rows import Rows, dense_tiles
 from cacheflow.scheduling.sharing import Sharing
@@ -53,8 +54,13 @@ class Expectations(Sharing):
             return loads or 0.0
         suffix = whole - (outlook.seconds(self.free) or 0.0)
         hidden = min(self._overlap(), suffix)
-        both = outlook.meeting(self.free, loads, hidden) or 0.0
-        return max(both, hidden) + suffix - hidden
+        free, busy = self.free, hidden
+        if self.stuck.count:  # Loads may go on while compute does what only it can do.
+            free = Work(free.count, free.linear, free.attention)
+            free.add_all(self.stuck, -1)
+            busy += outlook.seconds(self.stuck) or 0.0
+        both = outlook.meeting(free, loads, busy) or 0.0
+        return max(both, busy) + suffix - hidden
 
     @property
     def suffix_seconds(self) -> float:

@@ -70,13 +70,15 @@ class Fetching(Packing):
             self._rank_again(now)
 
     def failed(self, load: Load, now: float, *, chunks: Sequence[int], late: bool = False) -> None:
-        """The load failed for ``chunks``; ``late``: its channel is not to be waited for again."""
+        """The load failed for ``chunks``; ``late``: it was given up, and unless later loads have
+        passed it, its channel is not to be waited for again."""
         with self._gate:
+            hangs = late and not self._outlook.channel(load.channel).has_passed(load.id)
             self._outlook.ended(load, now, delivered=False)
             frontier = self._requests.get(load.request_id)
             if frontier is not None:
                 frontier.lost(load, chunks)
-                if late:
+                if hangs:
                     frontier.drop_channel(load.channel)
                 self._changed(frontier, now)
 

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTHING", "Ledger"]
 
-_Counted: TypeAlias = tuple[int, dict[str, int], dict[str, int], int]
-"""What of a tile is in the sums: free cells, loadable by channel and by one alone, shared."""
-NOTHING: Final[_Counted] = (0, {}, {}, 0)
+_Counted: TypeAlias = tuple[int, dict[str, int], dict[str, int], int, int]
+"""What of a tile is in the sums: free cells, loadable by channel and by one alone, shared, and free
+cells that compute has to pass."""
+NOTHING: Final[_Counted] = (0, {}, {}, 0, 0)
 _Marks: TypeAlias = tuple[bool, bool, bool, bool, bool]
 """In which of the bitmaps of tiles a tile is: those below, in their order."""
 _UNTOUCHED: Final[_Marks] = (True, True, False, False, True)
@@ -87,6 +88,7 @@ class Ledger:
         "led",
         "policy",
         "spec",
+        "stuck",
         "suffix_low",
         "taken_at",
         "tiles",
@@ -126,6 +128,8 @@ class Ledger:
         """All that nobody has begun: free cells of the prefix, and the suffix."""
         self.free = Work()
         """Free cells of the prefix alone."""
+        self.stuck = Work()
+        """Those of them that compute has to pass, whatever is loaded."""
         self.free_bytes: dict[str, int] = {}
         """Left to be asked of each channel; cells of several channels count in each."""
         self.led = 0
@@ -183,9 +187,11 @@ class Ledger:
         """Tiles that compute has to go on with, since something of them cannot be loaded."""
         self._front = [0] * spec.num_layers
         """Per layer: how many leading tiles are ready."""
-        self._counted: list[_Counted] = [(spec.num_layers, {}, {}, 0)] * len(self.tiles)
+        self._counted: list[_Counted] = [(spec.num_layers, {}, {}, 0, spec.num_layers)] * len(
+            self.tiles
+        )
         self._marked: list[_Marks] = [_UNTOUCHED] * len(self.tiles)
-        for total in (self.todo, self.free, self._outlook.all_work):
+        for total in (self.todo, self.free, self.stuck, self._outlook.all_work):
             total.add_each(spec.num_layers, works)
         for work_of_piece in self._suffix_work:
             self._count_suffix(spec.num_layers, work_of_piece)
@@ -230,7 +236,9 @@ class Ledger:
     def _recount(self, t: int) -> None:
         """Bring the sums up to date with what the tile says now."""
         state = self.tiles[t]
-        self._count(t, (state.free.bit_count(), state.counts, state.only, state.shared))
+        free = state.free
+        stuck = (free & ((1 << state.must) - 1)).bit_count() if state.must else 0
+        self._count(t, (free.bit_count(), state.counts, state.only, state.shared, stuck))
         marks = (
             state.free > 0,
             not state.complete,
@@ -253,7 +261,7 @@ class Ledger:
 
     def _count(self, t: int, now: _Counted) -> None:
         """Put ``now`` in place of what the sums hold of the tile."""
-        free, counts, only, shared = self._counted[t]
+        free, counts, only, shared, stuck = self._counted[t]
         led, work = t < self.led, self.tiles[t].work
         if now[0] != free:
             self._add_work(self.todo, now[0] - free, work, led=led)
@@ -267,6 +275,8 @@ class Ledger:
                 )
                 alone = now[2].get(channel, 0) - only.get(channel, 0)
                 self._only[channel] += alone * stride
+        if now[4] != stuck:
+            self.stuck.add(now[4] - stuck, work)
         self._shared += now[3] - shared
         self._counted[t] = now
 

@@ -31,6 +31,8 @@ class Checked:
         self.cancelled: set[str] = set()
         self.removed: set[str] = set()
         self.flying: dict[int, Load] = {}
+        self._passed: set[int] = set()
+        """Loads under way that a later one of their channel has passed."""
         self.most_inside = self.most_tokens = 0
         """Of what was under way at once; tokens where it was more than one request."""
         self.late_loads = 0
@@ -210,6 +212,11 @@ class Checked:
         del self.flying[load.id]
         assert self._granted.pop(load.id) == layers
         self._land(load, layers)
+        self._passed |= {
+            each.id
+            for each in self.flying.values()
+            if each.channel == load.channel and each.id < load.id
+        }
         self.inner.loaded(load, layers, now)
 
     def _land(self, load: Load, layers: int) -> None:
@@ -230,7 +237,7 @@ class Checked:
         for chunk in chunks:
             mask = sum(1 << layer for layer in load.layers)
             self._stored[load.request_id, load.channel, chunk] &= ~mask
-        if late:
+        if late and load.id not in self._passed:
             for key in self._stored:
                 if key[:2] == (load.request_id, load.channel):
                     self._stored[key] = 0

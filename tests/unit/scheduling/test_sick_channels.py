@@ -199,3 +199,55 @@ def test_only_what_others_pass_lags_however_long_it_takes() -> None:
     model.ended(4, 20.5, delivered=False)
     model.ended(2, 21.0, delivered=True)
     assert model.lag(2, 100.0) == 0.0
+
+
+def test_one_load_that_hangs_while_others_pass_costs_its_own_cells() -> None:
+    """A long prompt, a load of it that is given up after a while, and a link that delivers all
+    others: the rest is restored from both ends as ever, instead of by recompute alone."""
+    cell = 0.02
+    hung: list[Load] = []
+    link = Link(STRIDE / cell)
+    grid = TileGrid((), CHUNK)
+    run = VirtualRun(lambda tile: cell, {"link": link}, attention=0.0, **options("mean"))
+    warm(run, [grid.tile(i) for i in range(5)], lambda tile: cell, STRIDE)
+
+    def outcome(load: Load) -> bool | None:
+        if hung or load.tile > 36:
+            return True
+        hung.append(load)
+        run.at(run.clock.now() + 0.5, lambda: run.lose(load, late=True))
+        return None
+
+    link.outcome, start = outcome, run.clock.now()
+    spec = make_spec(40 * CHUNK, 41 * CHUNK, chunk=CHUNK, grid=grid)
+    run.admit(spec, [Coverage("link", ((1 << spec.num_layers) - 1,) * 40, STRIDE)])
+    run.run(spec.id)
+    assert hung
+    cells, suffix = 40 * spec.num_layers * cell, spec.num_layers * cell
+    hole = spec.num_layers * cell + 0.5
+    assert run.finished_at[spec.id] - start <= cells / 2 + suffix + hole
+
+
+@pytest.mark.parametrize("objective", ["mean", "tail"])
+def test_what_nobody_has_is_not_the_first_because_there_is_nothing_to_load(objective: str) -> None:
+    """A long prompt of which nothing is stored takes long, so a short one goes first."""
+    cell = 0.02
+    link, grid = Link(STRIDE / cell), TileGrid((), CHUNK)
+    run = VirtualRun(lambda tile: cell, {"link": link}, attention=0.0, **options(objective))
+    warm(run, [grid.tile(i) for i in range(5)], lambda tile: cell, STRIDE)
+    start = run.clock.now()
+    for name, chunks, stored in (("long", 40, 0), ("short", 4, 4)):
+        spec = make_spec(
+            chunks * CHUNK,
+            (chunks + 1) * CHUNK,
+            chunk=CHUNK,
+            grid=grid,
+            request_id=name,
+            arrival=start,
+        )
+        full = (1 << spec.num_layers) - 1
+        run.admit(spec, [Coverage("link", (full,) * stored, STRIDE)])
+    alone = run.scheduler.expected_seconds("long")
+    assert alone == pytest.approx(41 * spec.num_layers * cell, rel=0.02)
+    run.run("long", "short")
+    assert run.finished_at["short"] - start <= 0.2 * alone
