@@ -7,6 +7,7 @@ and their fields are checked against the records in :mod:`cacheflow.types`.
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 from dataclasses import asdict, fields
@@ -109,9 +110,31 @@ def read_events(path: Path) -> Iterator[Event]:
         raise ConfigError(f"events cannot be read from {path}: {error}") from error
 
 
-def _event(read: dict[str, Any]) -> Event:
-    kind = _KINDS[read.pop("event")]
+def _is_a(kind: str, value: Any) -> bool:
+    """Whether ``value``, as JSON has it, is of a field whose annotation is ``kind``."""
+    if kind.endswith(" | None"):
+        return value is None or _is_a(kind.removesuffix(" | None"), value)
+    if kind.startswith("Mapping"):
+        return isinstance(value, dict) and all(_is_a("float", each) for each in value.values())
+    if kind.startswith("tuple"):
+        return isinstance(value, list) and all(_is_a("float", each) for each in value)
+    if kind == "Span":
+        return isinstance(value, dict) and all(_is_a("int", each) for each in value.values())
+    if kind == "float":
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int if kind in ("int", "bool") else str)
+
+
+def _event(read: Any) -> Event:
+    if not isinstance(read, dict):
+        raise TypeError("it is no JSON object")
+    if (name := read.pop("event", None)) not in _KINDS:
+        raise ValueError(f"it tells of {name!r}")
+    kind = _KINDS[name]
     known = {field.name for field in fields(kind)}
+    for field in fields(kind):
+        if field.name in read and not _is_a(str(field.type), read[field.name]):
+            raise TypeError(f"its {field.name} is {read[field.name]!r}")
     if not read.keys() <= known:
         raise ValueError(f"{kind.__name__} has no {', '.join(sorted(read.keys() - known))}")
     if "layers" in read:

@@ -32,6 +32,8 @@ _BYTES_A_TOKEN: Final = 64
 _BYTES_BESIDE: Final = 1 << 16
 _MORE: Final = 32
 """Requests beside those that run or wait: more would only take memory for their bodies."""
+_CLOSED: Final = "the handler is closed"
+"""What uvloop says of a connection that was reset, until it has told that it is lost."""
 _OTHER: Final = "other"
 """The endpoint of a path that is none: paths of strangers must not become labels."""
 
@@ -140,14 +142,19 @@ class Gatekeeper:
 
 
 def _noting(state: dict[str, Any], send: Send) -> Send:
-    """``send`` that notes the status and names the request in a header."""
+    """``send`` that notes the status, names the request in a header, and sends nothing to a client
+    that has gone."""
 
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             state.setdefault("status", message["status"])
             name = (b"x-request-id", state["request_id"].encode())
             message = {**message, "headers": [*message.get("headers", ()), name]}
-        await send(message)
+        try:
+            await send(message)
+        except RuntimeError as error:
+            if _CLOSED not in str(error):
+                raise  # else the client has gone: what waits for that is told next
 
     return noting
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -77,6 +78,9 @@ def test_the_file_is_bounded(tmp_path: Path) -> None:
         '{"event": "LookedUp"}',
         '{"event": "LookedUp", "surprise": 1}',
         '{"event": "__class__"}',
+        "null",
+        "1",
+        '{"event": []}',
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, line: str) -> None:
@@ -85,6 +89,22 @@ def test_other_files_are_refused(tmp_path: Path, line: str) -> None:
     path.write_text(line + "\n")
     with pytest.raises(IntegrityError, match="line 1 is not an event"):
         list(read_events(path))
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_fields_that_cannot_be_are_refused(event: Event, tmp_path: Path) -> None:
+    """What is taken can be shown."""
+    path, whole = tmp_path / "events.jsonl", {"event": type(event).__name__, **asdict(event)}
+    ways: tuple[list[str], ...] = ([], ["--json"], ["--trace", str(tmp_path / "trace.json")])
+    for number, name in enumerate(whole):
+        for junk in (None, "x", -1, [], {}, 1e999, {"start": 5, "stop": 1}, [None]):
+            path.write_text(json.dumps(whole | {name: junk}) + "\n")
+            try:
+                list(read_events(path))
+            except IntegrityError:
+                continue
+            result = CliRunner().invoke(app, ["timeline", str(path), *ways[number % 3]])
+            assert result.exit_code == 0, (name, junk, result.exception)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

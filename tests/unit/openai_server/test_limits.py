@@ -244,3 +244,37 @@ async def test_stop_sequences_end_an_answer_that_is_kept(serving: Serving) -> No
         again = (await client.post("/chat/completions", json=body)).json()
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= first["usage"]["prompt_tokens"]
+
+
+async def test_a_connection_that_was_reset_under_an_answer_is_no_error(serving: Serving) -> None:
+    """uvloop refuses to write to it before it tells that it is lost: nobody is left to be told, and
+    no trace is worth a line of the log."""
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(BODY | {"max_tokens": 2}).encode()}
+
+    async with await asyncio.start_server(hold, "127.0.0.1", 0) as listener:
+        _, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+        writer.transport.abort()
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="closed"):
+            writer.transport.write(b"x")
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            writer.transport.write(b"x")
+
+        async with serving() as service:
+            for path in ("/health", "/v1/models"):
+                scope = chat_scope() | {"method": "GET", "path": path, "raw_path": path.encode()}
+                await create_app(service)(scope, receive, send)
+            await until(lambda: service.admission.running == 0)
+    assert [message["type"] for message in sent[:2]] == [
+        "http.response.start",
+        "http.response.body",
+    ]
