@@ -175,10 +175,11 @@ async def _balanced(rig: Rig, turns: Sequence[tuple[int, list[int]]]) -> float:
     prompt = max((prompt for _, prompt in turns), key=len)
     async with CacheFlow.open(Settings(keep_costs=False), engine=rig.engine) as flow:
         for name in ("warm", "timed"):
-            started = flow.clock.now()
-            async for _ in flow.session(name).generate(prompt, max_new_tokens=1, save=False):
+            session, started = flow.session(name), flow.clock.now()
+            async for _ in session.generate(prompt, max_new_tokens=1, save=False):
                 pass
             seconds = flow.clock.now() - started
+            await session.forget()  # or the next one would share its KV, and compute next to none
     return float(len(prompt) * rig.engine.layout.token_bytes / seconds)
 
 
