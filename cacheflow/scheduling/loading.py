@@ -57,7 +57,7 @@ class Loading(Closing):
         held = self._held_back(channel, glance) if self.policy.overlaps else {}
         if held and self.leaves:
             return self._lowest_layer(channel, held)
-        for t, mask in self._loadable(channel, held):
+        for t, mask in self._loadable(channel, held, glance):
             if mask:
                 later = self._seconds_for(channel, held) if held else 0.0
                 reach = self._cut(channel, t, mask, glance.now, later)
@@ -156,10 +156,11 @@ class Loading(Closing):
                 return self._cut(channel, t, 1 << top, now)
         return None
 
-    def _load_order(self) -> Iterator[int]:
+    def _load_order(self, glance: Glance) -> Iterator[int]:
         """Tiles of which anything can be loaded: backward, but what a hole depends on before what
-        lies behind it."""
-        holes, wanted = self._holes, self._has_wanted >> self.led << self.led
+        lies behind it, unless compute gets there from the front in time."""
+        wanted = self._has_wanted >> self.led << self.led
+        holes = self._holes and self._out_of_reach(glance)
         while wanted:
             # Up to the next hole, which is itself behind it.
             below = (holes & -holes) - 1 if holes else -1
@@ -171,10 +172,12 @@ class Loading(Closing):
             wanted &= ~below
             holes &= holes - 1 if holes else 0
 
-    def _loadable(self, channel: str, held: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    def _loadable(
+        self, channel: str, held: Mapping[int, int], glance: Glance
+    ) -> Iterator[tuple[int, int]]:
         """Tiles with what of them may be loaded and is not held back, backward; where compute goes
         row by row, the tile that loads have come down least in."""
-        for t in self._load_order():
+        for t in self._load_order(glance):
             if t >= self._rows.tiles or self._holes or t < self.led:
                 yield t, self._allowed(t, channel) & ~held.get(t, 0)
                 continue
@@ -182,6 +185,24 @@ class Loading(Closing):
             top = max(masks, key=lambda i: (masks[i].bit_length(), i))
             yield top, masks[top]
             return
+
+    def _out_of_reach(self, glance: Glance) -> int:
+        """A bitmap of the holes that lie behind where compute and loads would meet if there were
+        none: compute comes by the others anyway. All, while nothing is known."""
+        left, holes = glance.left, self._holes
+        if left is None or not self.policy.hedges or not self.is_first_to_compute:
+            return holes
+        spent, rate = self._overlap(), left / (self.free.linear or 1.0)
+        spent += self._outlook.current_left(glance.now)
+        for t in self._free_tiles():
+            state = self.tiles[t]
+            count = state.free.bit_count()
+            spent += count * (self._outlook.layer_seconds(state.work) or 0.0)
+            left -= count * state.work[0] * rate
+            if spent > left:
+                break
+            holes &= ~(1 << t)
+        return holes
 
     def _seconds_for(self, channel: str, masks: Mapping[int, int]) -> float:
         """What ``channel`` takes for these cells."""
