@@ -65,6 +65,15 @@ class StorageBackend(ABC):
         """
         return await self.lookup([keys[index] for index in wanted])
 
+    def declines(self, chunk: ChunkKey, start: int, stop: int, cells: int) -> bool:
+        """Whether ``chunk``, which a survey has not found, need not be copied and stored: what
+        would have to leave for it is worth more. For decorators that evict; a plain store takes
+        what there is room for.
+
+        ``cells``: token-layers, which were computed somewhere in tokens ``[start, stop)``.
+        """
+        return False
+
     @abstractmethod
     def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         """Run the reads; yield each as it ends, in any order. Storage errors are results.

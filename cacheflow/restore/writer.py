@@ -102,6 +102,9 @@ class TierWriter:
                 wanted = await self._wanted(save, indices)
                 saved = save.saved[self.tier]
                 saved.kept += len(keys) - len(wanted)
+                declined = {i for i in reversed(wanted) if self._is_declined(save, i)}
+                wanted = [i for i in wanted if i not in declined]
+                saved.skipped += len(declined)
                 saved.pending -= len(keys) - len(wanted)
                 self._enqueue(
                     [
@@ -141,6 +144,14 @@ class TierWriter:
 
         # Authentication hashes every header.
         return better() if stamp.auth is None else await asyncio.to_thread(better)
+
+    def _is_declined(self, save: Save, index: int) -> bool:
+        layout = self._shared.shard.layout
+        first, size = index * layout.chunk_tokens, layout.chunk_tokens
+        parts = [s for s in save.segments if s.start < first + size and s.stop > first]
+        start, stop = (parts[0].start, parts[-1].stop) if parts else (first, first + size)
+        cells = size * layout.num_layers
+        return self._backend.declines(save.keys[index], start, stop, cells)
 
     def _rank(self, rank: Rank) -> Rank:
         """How good a copy is once it is stored here."""

@@ -37,7 +37,8 @@ class Saved:
     dropped: int = 0
     """Refused by a cap, failed or given up; counted, logged, and recomputed when needed."""
     skipped: int = 0
-    """Left out by the write policy: any restore would recompute them."""
+    """Left out by the write policy, since any restore would recompute them, or by a tier that is
+    full of what is worth more."""
     pending: int = 0
     """Waiting, or being stored."""
 

@@ -105,8 +105,8 @@ class BlockStore:
         return there
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Store what is missing of the blocks of one request, in the order of its prefix. The use
-        of the others was counted when they were looked up."""
+        """Store what is missing of the blocks of one request, in the order of its prefix, and worth
+        its place. The use of the others was counted when they were looked up."""
         blocks = tuple(blocks)
         skipped = self._keeping.skipped(len(blocks))
         chance, worth = self._keeping.chance(len(blocks)), self._keeping.worth
@@ -115,16 +115,19 @@ class BlockStore:
             if block in self._blocks:
                 if self._keeping.renewed:
                     self._order.touch(block)
-            elif index >= skipped:
-                self._make_room()
+            elif index >= skipped and self._has_room(worth(index), chance[index]):
                 self._blocks.add(block)
                 self._order.insert(block, 1, worth(index), chance[index])
 
-    def _make_room(self) -> None:
+    def _has_room(self, worth: float, chance: float) -> bool:
         """Before a block comes in, as in a real tier: what comes in never leaves for itself."""
-        if self._capacity is not None and len(self._blocks) >= self._capacity:
-            surplus = len(self._blocks) + 1 - self._capacity
-            self._blocks.difference_update(self._order.victims(surplus, lambda block: False))
+        if self._capacity is None or len(self._blocks) < self._capacity:
+            return True
+        if not self._order.admits(1, worth, chance):
+            return False
+        surplus = len(self._blocks) + 1 - self._capacity
+        self._blocks.difference_update(self._order.victims(surplus, lambda block: False))
+        return True
 
     def _in_order(self, blocks: int) -> Iterable[int]:
         return reversed(range(blocks)) if self._keeping.heads_last else range(blocks)

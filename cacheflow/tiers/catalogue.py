@@ -185,6 +185,14 @@ class Catalogue:
         self.reserve(nbytes, tenant)
         return Room(tuple(leaving))
 
+    def admits(self, nbytes: int, worth: float, evidence: float) -> bool:
+        """Whether something of ``nbytes`` is worth storing: there is room, or what would leave for
+        it (quotas apart) is worth less."""
+        capacity = self.limits.capacity
+        if capacity is None or self.used + nbytes <= capacity:
+            return True
+        return self._order.admits(nbytes, worth, evidence)
+
     def take(self, nbytes: int, reason: str, now: float) -> list[Leaving]:
         """Whatever leaves first, ``nbytes`` of it or as much as there is."""
         self.tick(now)

@@ -114,6 +114,9 @@ class Encoded(StorageBackend):
     ) -> list[Sequence[ChunkInfo]]:
         return await self.inner.survey(keys, wanted)
 
+    def declines(self, chunk: ChunkKey, start: int, stop: int, cells: int) -> bool:
+        return self.inner.declines(chunk, start, stop, cells)
+
     def load(self, reads: Sequence[Read]) -> AsyncGenerator[TransferResult, None]:
         return self.inner.load(reads)
 

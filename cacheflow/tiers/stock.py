@@ -89,6 +89,10 @@ class Stock:
             if len(self._missed) > _MOST_MISSED:
                 del self._missed[next(iter(self._missed))]
 
+    def evidence(self, chunk: ChunkKey) -> float:
+        """What was said of ``chunk`` when it was missed; 1 if it was not."""
+        return self._missed.get(chunk, 1.0)
+
     def worth(self, entry: Entry) -> float:
         """What one use of it saves, per byte, by what is known now."""
         return self.value.per_byte(entry.start, entry.stop, entry.cells, entry.nbytes)

@@ -127,6 +127,19 @@ class Tier(StorageBackend):
         found = [keys[place] for place in wanted]
         return await self._list(found, wanted, len(keys), self._refresh, is_saved=True)
 
+    def declines(self, chunk: ChunkKey, start: int, stop: int, cells: int) -> bool:
+        """By the policy, where something would be evicted. That is told as a dropped store."""
+        self._check()
+        catalogue, stock = self.catalogue, self._stock
+        nbytes = catalogue.bytes // max(len(catalogue), 1)  # as the others: headers, codecs
+        if not nbytes:
+            return False
+        worth = stock.value.per_byte(start, stop, cells, nbytes)
+        if catalogue.admits(nbytes, worth, stock.evidence(chunk)):
+            return False
+        stock.dropped("worth", 1, nbytes)
+        return True
+
     async def _list(
         self,
         keys: Sequence[ChunkKey],

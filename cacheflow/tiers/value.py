@@ -8,9 +8,9 @@ their meeting point saves nothing, and what lies behind it saves all of its reco
 
 from __future__ import annotations
 
+from math import exp
 from typing import TYPE_CHECKING, Final, Protocol
 
-from cacheflow.tiers.planned import Margins, recomputed_anyway
 from cacheflow.types import Tile
 
 if TYPE_CHECKING:
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FLAT", "CostValue", "Value", "chance_of_loading"]
 
-_MEASURED: Final = Margins(link=1.0, compute=1.0, suffix_tokens=0, least=0.0)
-"""Speeds as they are. What is evicted can be stored again, unlike what is never written, and a
-meeting point that is drawn out costs more than one that is wrong now and then: a chunk behind it
-would seem to be worth less than it is, and one before it more (benchmarks/bench_placement.py)."""
+_SUFFIX_TOKENS: Final = 1024
+"""What comes behind a prefix when it is used again, on average: an answer and a question."""
 _LEAST: Final = 0.01
 """Chance of what restores recompute: other sources may fail."""
 
@@ -101,12 +99,24 @@ def chance_of_loading(
     tile_seconds: Callable[[Tile], float],
     chunk_seconds: float,
 ) -> tuple[float, ...]:
-    """For each chunk of a prefix: next to none before the tile in which compute and loads would
-    meet by the speeds that were measured, 1 from there on. The same for all chunks of a tile: a
-    tile of which one is missing is computed.
+    """For each chunk of a prefix: 1 from the tile on in which compute and loads would meet by the
+    speeds as measured, less and less before it. The same for all chunks of a tile: a tile of which
+    one is missing is computed.
+
+    Compute reaches a tile in front of the meeting point with seconds to spare, and meets its loads
+    there all the same if a suffix takes longer than that: suffixes are taken to be distributed
+    exponentially, around ``_SUFFIX_TOKENS``.
 
     ``tile_seconds`` and ``chunk_seconds``: see :func:`cacheflow.tiers.planned.recomputed_anyway`.
     """
     tokens = chunks * chunk_tokens
-    met = recomputed_anyway(tokens, chunk_tokens, grid, tile_seconds, chunk_seconds, _MEASURED)
-    return (_LEAST,) * met + (1.0,) * (chunks - met)
+    typical = sum(map(tile_seconds, grid.split(tokens, tokens + _SUFFIX_TOKENS)))
+    chances: list[float] = []
+    spent = 0.0
+    for tile in grid.split(0, tokens):
+        spent += tile_seconds(tile)
+        through = tile.stop // chunk_tokens
+        spare = (chunks - through) * chunk_seconds - spent
+        chance = max(exp(-max(spare, 0.0) / typical), _LEAST)
+        chances += [chance] * (through - len(chances))
+    return tuple(chances)

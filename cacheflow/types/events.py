@@ -246,8 +246,8 @@ class TierUp:
 @dataclass(frozen=True, slots=True)
 class StoreDropped:
     """A tier did not take objects, for want of room: ``capacity`` or ``quota`` (larger than all of
-    it), ``leased`` (what is there is in use), ``opening`` (what is there is not known yet) or
-    ``full`` (the backend refused)."""
+    it), ``leased`` (what is there is in use), ``opening`` (what is there is not known yet),
+    ``full`` (the backend refused) or ``worth`` (what would have to leave is worth more)."""
 
     channel: str
     reason: str

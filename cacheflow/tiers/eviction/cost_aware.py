@@ -1,19 +1,26 @@
 """Cost-aware: the least (seconds saved per byte) x (evidence of reuse) leaves first.
 
-Evidence is uses that fade: each use counts less the longer ago it was. As everything fades at one
-rate, the order between keys that nobody touches never changes, so one heap over
-``log(worth) + log(uses) + age of the policy when they were counted`` is enough and every operation
-is O(log n): combined recency and frequency as in LRFU (Lee et al., IEEE ToC 50(12), 2001), with the
-cost per byte of GreedyDual-Size (Cao and Irani, USITS 1997).
+Evidence is a use that fades: it counts less the longer ago it was. As everything fades at one rate,
+the order between keys that nobody touches never changes, so one heap over ``log(worth) +
+log(chance) + age of the policy when it was used`` is enough and every operation is O(log n): the
+cost per byte of GreedyDual-Size (Cao and Irani, USITS 1997), with a clock of its own.
+
+Of all uses that one counts which says most: one that would have loaded the key outweighs any later
+one that would have recomputed it, until it has faded. Sums would not do: the head of a prefix has
+been used as often as the prefix was, so what is in the middle would leave first. In this way a
+prefix is given up from its front on, but for what other prompts begin with too.
 
 The policy's age is how often its contents have been evicted, not seconds: a small tier forgets
 faster than a large one, as it must, and nothing has to be set for a particular traffic.
 
-What a use saves only matters where something that will be used has to go. So the policy remembers
-the names of what it evicted (ARC's idea, Megiddo and Modha, FAST 2003), and how much of what is
-used had left before. Where that is next to nothing it is *calm*: the last use alone decides, as in
-LRU, since worth would only mix what is over with what goes on. There are two heaps, one for each
-way, and every key is in both. A hint's boost counts in either.
+How much a use saves only matters where something that will be used has to go. So the policy
+remembers the names of what it evicted (ARC's idea, Megiddo and Modha, FAST 2003), and how much of
+what is used had left before. Where that is next to nothing it is *calm*: worth does not count, as
+it would only mix what is over with what goes on. There are two heaps, one for each way, and every
+key is in both. A hint's boost counts in either.
+
+What would leave before all others if it came in is not let in at all: it would only be written, and
+deleted with the next.
 """
 
 from __future__ import annotations
@@ -35,10 +42,10 @@ __all__ = ["CostAware"]
 K = TypeVar("K", bound=Hashable)
 
 _LEAST: Final = 1e-12
-"""Worth and uses below this are this: their logarithm is wanted."""
-_FADE: Final = 3.0 * log(2.0)
-"""How much evidence fades in one turnover: to an eighth. Slower forgets finished conversations too
-late, faster keeps nothing long enough (benchmarks/bench_placement.py)."""
+"""Worth and chances below this are this: their logarithm is wanted."""
+_FADE: Final = 2.0 * log(2.0)
+"""How much evidence fades in one turnover: to a quarter. Slower forgets finished conversations too
+late, faster makes too little of what uses save (benchmarks/bench_placement.py)."""
 _CALM: Final = 0.10
 _TIGHT: Final = 0.18
 """Share of the used bytes that had been evicted below which worth does not count any more, and from
@@ -49,17 +56,13 @@ first eviction comes."""
 
 
 class _Item:
-    __slots__ = ("boost", "evidence", "last_use", "nbytes", "order", "worth")
+    __slots__ = ("boost", "nbytes", "order", "use", "worth")
 
-    def __init__(
-        self, nbytes: int, worth: float, evidence: float, last_use: float, boost: float
-    ) -> None:
+    def __init__(self, nbytes: int, worth: float, use: float, boost: float) -> None:
         self.nbytes = nbytes
         self.worth = worth
-        self.evidence = evidence
-        """Uses, counted as of age 0."""
-        self.last_use = last_use
-        """The policy's age then."""
+        self.use = use
+        """The most that a use says: its chance, as of age 0."""
         self.boost = boost
         self.order = -1
         """Of its entries in the heaps; older entries are void."""
@@ -67,7 +70,8 @@ class _Item:
     @property
     def scores(self) -> tuple[float, float]:
         """While it is calm, and while it is tight. Logarithms, as all of the above."""
-        return self.last_use + self.boost, self.worth + self.evidence + self.boost
+        calm = self.use + self.boost
+        return calm, calm + self.worth
 
 
 class _Pressure:
@@ -132,8 +136,7 @@ class CostAware(Generic[K]):
     ) -> None:
         self._pressure.came(key, nbytes)
         self._bytes += nbytes
-        evidence = _log(uses) + self._age
-        item = _Item(nbytes, _log(worth), evidence, self._age, _log(boost))
+        item = _Item(nbytes, _log(worth), self._use(uses), _log(boost))
         self._items[key] = item
         self._push(key, item)
 
@@ -149,9 +152,19 @@ class CostAware(Generic[K]):
             item.boost = _log(boost)
         if weight > 0.0:
             self._pressure.used(item.nbytes)
-            item.evidence = log(exp(item.evidence - self._age) + weight) + self._age
-            item.last_use = self._age
+            item.use = max(item.use, self._use(weight))
         self._push(key, item)
+
+    def admits(self, nbytes: int, worth: float = 1.0, uses: float = 1.0) -> bool:
+        heap = self._heaps[self.is_tight]
+        while heap and not self._is_valid(heap[0]):
+            heappop(heap)
+        score = _Item(nbytes, _log(worth), self._use(uses), 0.0).scores[self.is_tight]
+        if not heap or heap[0][0] <= score:
+            return True
+        # As if it had come in and left: what is there grows old beside what is turned away.
+        self._age += _FADE * nbytes / self._bytes * min(uses, 1.0)
+        return False
 
     def remove(self, key: K) -> None:
         item = self._items.pop(key, None)
@@ -179,6 +192,10 @@ class CostAware(Generic[K]):
             self._pressure.evicted(leaving, gathered, held, max(len(self._items), 16))
             self._age += _FADE * gathered / held
         return leaving
+
+    def _use(self, chance: float) -> float:
+        """What a use says that would load with ``chance``; more than one is no more than one."""
+        return self._age + min(_log(chance), 0.0)
 
     def _push(self, key: K, item: _Item) -> None:
         item.order = next(self._order)

@@ -29,6 +29,9 @@ class Lru(Generic[K]):
     ) -> None:
         self._sizes[key] = nbytes
 
+    def admits(self, nbytes: int, worth: float = 1.0, uses: float = 1.0) -> bool:
+        return True
+
     def touch(
         self, key: K, weight: float = 1.0, worth: float | None = None, boost: float | None = None
     ) -> None:

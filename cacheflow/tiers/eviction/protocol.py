@@ -32,6 +32,13 @@ class EvictionPolicy(Protocol[K]):
         """
         ...
 
+    def admits(self, nbytes: int, worth: float = 1.0, uses: float = 1.0) -> bool:
+        """Whether something is worth the place of what would leave for it; asked when it is full.
+
+        False counts as if it had come in and been evicted at once.
+        """
+        ...
+
     def touch(
         self, key: K, weight: float = 1.0, worth: float | None = None, boost: float | None = None
     ) -> None:

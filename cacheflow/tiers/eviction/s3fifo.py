@@ -54,6 +54,9 @@ class S3Fifo(Generic[K]):
             self._small[key] = nbytes
             self._small_bytes += nbytes
 
+    def admits(self, nbytes: int, worth: float = 1.0, uses: float = 1.0) -> bool:
+        return True
+
     def touch(
         self, key: K, weight: float = 1.0, worth: float | None = None, boost: float | None = None
     ) -> None:

@@ -195,6 +195,35 @@ class Surveyed(MemoryBackend):
         return await super().survey(keys, wanted)
 
 
+async def test_what_a_tier_declines_is_not_even_copied() -> None:
+    """A tier that has better things is asked chunk by chunk, from the last on, with where its KV
+    was computed; the others get theirs."""
+    choosy, plain = Choosy(), MemoryBackend()
+    async with rig({"choosy": choosy, "plain": plain}) as r:
+        keys = await r.open("r")
+        saved = r.saver.save("r", keys)
+        assert await r.saver.flush(20)
+        assert saved["choosy"] == Saved(stored=CHUNKS // 2, skipped=CHUNKS - CHUNKS // 2)
+        assert saved["plain"] == Saved(stored=CHUNKS)
+        assert [key for key, *_ in choosy.asked] == list(reversed(keys))
+        size = r.engine.layout.chunk_tokens
+        for index, (_, start, stop, cells) in zip(range(CHUNKS)[::-1], choosy.asked, strict=True):
+            assert start <= index * size < (index + 1) * size <= stop
+            assert cells == size * r.engine.layout.num_layers
+
+
+class Choosy(MemoryBackend):
+    """Takes half of what it is offered, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[ChunkKey, int, int, int]] = []
+
+    def declines(self, chunk: ChunkKey, start: int, stop: int, cells: int) -> bool:
+        self.asked.append((chunk, start, stop, cells))
+        return len(self.asked) > CHUNKS // 2
+
+
 @pytest.mark.parametrize("room", [2, 16])
 async def test_closed_anywhere_nothing_is_left(room: int) -> None:
     """Closed after any number of loop steps, through lookups, copies, seals and stores, some of

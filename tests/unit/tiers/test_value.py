@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import exp
+
 import pytest
 
 from cacheflow.costs import ChannelModel, ChannelProfile, ComputeModel, ComputeProfile
@@ -56,14 +58,20 @@ def test_unknown_speeds_count_every_use() -> None:
 
 
 def test_chunks_count_from_where_compute_and_loads_meet() -> None:
-    """By the speeds as they are, and all chunks of a tile alike: a tile takes four seconds more
-    than all that is loaded behind it, so it is loaded."""
+    """By the speeds as they are, and all chunks of a tile alike: before that the less, the longer a
+    suffix has to be for the tile to be loaded all the same (1,024 tokens are usual)."""
 
     def tile_seconds(tile: Tile) -> float:
         return tile.width * 1e-3
 
     chances = chance_of_loading(40, 256, TileGrid((), 2048), tile_seconds, 0.25)
-    assert chances == (0.01,) * 16 + (1.0,) * 24
+    spare = (32 * 0.25 - 2.048, 24 * 0.25 - 4.096)
+    head, next_to_it = (exp(-seconds / 1.024) for seconds in spare)
+    assert chances[8:] == pytest.approx((next_to_it,) * 8 + (1.0,) * 24), (
+        "the third tile is where they meet"
+    )
+    assert chances[:8] == (0.01,) * 8, "no less than that"
+    assert head < 0.01
     assert chance_of_loading(0, 256, GRID, tile_seconds, 0.25) == ()
 
 
@@ -140,3 +148,19 @@ async def test_one_part_of_a_prompt_does_not_make_way_for_another() -> None:
         assert [len(infos) for infos in await r.tier.survey(prompt, [0, 1, 2])] == [1, 1, 0]
         await r.store(2)
         assert r.there == [0, 1]
+
+
+async def test_a_full_tier_declines_what_it_would_give_up_first() -> None:
+    """Heads that any restore recomputes are not even copied once the tier is full of tails, and
+    that is counted; while there is room, or with another policy, everything is taken."""
+    heads = [make_object(number).info.key.chunk for number in range(10, 13)]
+    for eviction, declines in (("cost-aware", True), ("lru", False)):
+        async with rig(Shelf(), objects=4, eviction=eviction) as r:
+            r.tier._stock.value = Tails()
+            await r.tier.survey(heads, [0, 1, 2])
+            assert not r.tier.declines(heads[0], 0, 256, 1024), "an empty tier takes all there is"
+            await r.store(1, 2, 3, 4)
+            await r.store(5)  # something has to go from now on
+            assert r.tier.declines(heads[0], 0, 256, 1024) is declines
+            assert not r.tier.declines(heads[2], 0, 256, 1024), "what restores load comes in"
+            assert r.dropped == ({"worth": 1} if declines else {})
