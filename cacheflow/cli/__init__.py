@@ -6,7 +6,8 @@ that ``--help`` stays instant.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import errno
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -32,8 +33,12 @@ from cacheflow.settings import Settings
 __all__ = ["app", "main"]
 
 
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 class _CleanErrors(TyperGroup):
-    """What CacheFlow raises on purpose is a message for a person: one line, exit code 2."""
+    """What CacheFlow raises on purpose is a message for a person: one line, exit code 2. So is a
+    disk that is full."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,6 +48,11 @@ class _CleanErrors(TyperGroup):
             Console(stderr=True).print(
                 f"error: {message}", style="red", markup=False, soft_wrap=True
             )
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            typer.echo(f"error: output cannot be written: {error.strerror}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -54,3 +55,18 @@ def test_errors_reach_the_shell_as_one_line() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_output_to_a_full_disk_is_one_line() -> None:
+    """And not the traceback of whoever draws tables."""
+    command = "from cacheflow.cli import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", command, "simulate", "--requests", "2"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: output cannot be written: No space left on device"
