@@ -91,12 +91,14 @@ class Frontier(Racing):
         """Tiles that compute could go on with, in its order."""
         rows = self._rows
         if self.led < rows.tiles:
-            order = [
-                (rows.first(state.low), t)
-                for t, state in enumerate(self.tiles[self.led : rows.tiles], self.led)
-                if not (state.complete or self._behind(t, state.low))
-            ]
-            yield from (t for _, t in sorted(order))
+            order, free = [], self._free_in_rows()
+            for t in range(self.led, rows.tiles):
+                state = self.tiles[t]
+                row = rows.first(state.low)
+                if not state.complete and (state.must > state.low or not free & ((1 << row) - 1)):
+                    order.append((row, t))
+            order.sort()
+            yield from (t for _, t in order)
         first = max(self.led, rows.tiles)
         tiles = self._open >> first << first
         while tiles:
@@ -143,9 +145,14 @@ class Frontier(Racing):
         """Whether another tile has to catch up before ``t`` goes on to the row of ``layer``."""
         if self.tiles[t].must > layer:
             return False
-        below = (1 << self._rows.first(layer)) - 1
-        rows = range(self.led, self._rows.tiles)
-        return any(self.tiles[i].free & below for i in rows if i != t)
+        return self._free_in_rows() & ((1 << self._rows.first(layer)) - 1) > 0
+
+    def _free_in_rows(self) -> int:
+        """Layers in which any tile that goes row by row has a free cell."""
+        free = 0
+        for state in self.tiles[self.led : self._rows.tiles]:
+            free |= state.free
+        return free
 
     def returned(self, work: TileWork, next_layer: int) -> None:
         """The compute thread is out of ``work`` and holds its hidden state at ``next_layer``."""
