@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import time
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from cacheflow.plugins.openai_server.errors import ApiError, error_response
@@ -34,6 +35,8 @@ _MORE: Final = 32
 """Requests beside those that run or wait: more would only take memory for their bodies."""
 _CLOSED: Final = "the handler is closed"
 """What uvloop says of a connection that was reset, until it has told that it is lost."""
+_LOST_SECONDS: Final = 5.0
+"""It tells so in the loop's next turn."""
 _OTHER: Final = "other"
 """The endpoint of a path that is none: paths of strangers must not become labels."""
 
@@ -73,6 +76,8 @@ class Gatekeeper:
         self._inside += 1
         try:
             await self._admit(scope, receive, _noting(state, send))
+            if state.get("is_reset"):  # uvicorn takes an end before it knows of that for a mistake
+                await _until_lost(receive)
         finally:
             self._inside -= 1
             self._series.requests.labels(path, str(state.get("status", 499))).inc()
@@ -154,9 +159,17 @@ def _noting(state: dict[str, Any], send: Send) -> Send:
             await send(message)
         except RuntimeError as error:
             if _CLOSED not in str(error):
-                raise  # else the client has gone: what waits for that is told next
+                raise
+            state["is_reset"] = True  # the client has gone: what waits for that is told next
 
     return noting
+
+
+async def _until_lost(receive: Receive) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LOST_SECONDS):
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
