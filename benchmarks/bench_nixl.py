@@ -6,7 +6,9 @@ looks after them without pause, futures. (``thread`` is such a thread with nobod
 transport can do.) Ours goes through the link and the reactor, from four tasks (``link``), or
 through the whole backend with its lookups and leases (``pool``). Rounds alternate, so that all see
 the same machine; ratios are those within a round. An event loop beside them is asked every
-millisecond whether it is late.
+millisecond whether it is late. With ``--apart`` the event loop has a core to itself, and so have
+the threads that move the bytes, in all ways: on two cores a kernel wakes the loop's thread where the
+copying one is, though the other core is idle, and what the loop does takes the copying's time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -72,6 +75,20 @@ async def lag_into(lags: list[float]) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
+def set_apart(is_wanted: bool) -> set[int]:
+    """Give the event loop, whose thread calls, one core, and those of NIXL's agents another; the
+    cores of these."""
+    cores = os.sched_getaffinity(0)
+    if not is_wanted:
+        return cores
+    first, *others = sorted(cores)
+    os.sched_setaffinity(0, {first})
+    for thread in threading.enumerate():
+        if thread.name == "cacheflow-nixl" and thread.native_id is not None:
+            os.sched_setaffinity(thread.native_id, others[:1])
+    return set(others[:1])
+
+
 async def timed(side: Side, count: int, run: Callable[[int], Any]) -> None:
     """One round of ``count`` reads."""
     async with lag_into(side.lags):
@@ -111,7 +128,7 @@ async def bench(
             transport = await NixlTransport.open()
             link = await transport.connect("store", "", reader.answer)
             linked = Linked(reader, transport, link)
-            bare = await asyncio.to_thread(Bare, reader)
+            bare = await asyncio.to_thread(Bare, reader, set_apart(options.apart))
 
             async def run_thread(count: int) -> None:
                 await asyncio.to_thread(bare.run, count)
@@ -218,6 +235,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reads", type=int, default=100, help="in each round")
     parser.add_argument("--idle", type=float, default=3.0, help="seconds of doing nothing")
     parser.add_argument("--only", nargs="+", default=["tcp", "all"], help="values of UCX_TLS")
+    parser.add_argument("--apart", action="store_true", help="loop and copies on a core each")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

@@ -6,6 +6,7 @@ All into memory of one kind, out of the same slots, four at a time. Knows no clo
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from contextlib import asynccontextmanager
 from queue import SimpleQueue
@@ -98,8 +99,10 @@ class Reader:
 class Bare:
     """Transfers of an agent of its own, on whatever thread :meth:`run` is called."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, cores: set[int]) -> None:
+        """``cores``: on which it may run."""
         self._reader = reader
+        self._cores = cores
         self._hello = Hello.decode(reader.answer)
         self.agent = UcxAgent(f"bare-{time.time_ns()}")
         self._pool = StagingPool(DEPTH * SIZE)
@@ -108,6 +111,7 @@ class Bare:
 
     def run(self, count: int) -> None:
         """Read ``count`` times."""
+        self.stay()
         agent, begun = self.agent, min(DEPTH, count)
         flying = [(slot, self.begin(slot, slot)) for slot in range(begun)]
         while flying:
@@ -121,6 +125,10 @@ class Bare:
                     still.append((slot, self.begin(slot, begun)))
                     begun += 1
             flying = still
+
+    def stay(self) -> None:
+        """Keep this thread where it may run."""
+        os.sched_setaffinity(0, self._cores)
 
     def first(self) -> bytes:
         """What was read into the first of the places."""
@@ -158,6 +166,7 @@ class Asked:
         await asyncio.to_thread(thread.join)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._bare.stay()
         flying: list[tuple[object, asyncio.Future[None]]] = []
         while True:
             while not (flying and self._orders.empty()):
