@@ -7,7 +7,7 @@ transport can do.) Ours goes through the link and the reactor, from four tasks (
 through the whole backend with its lookups and leases (``pool``). Rounds alternate, so that all see
 the same machine; ratios are those within a round. An event loop beside them is asked every
 millisecond whether it is late. With ``--apart`` the event loop has a core to itself, and so have
-the threads that move the bytes, in all ways: on two cores a kernel wakes the loop's thread where the
+the threads that move the bytes, in all ways: on two cores a kernel wakes the loop where the
 copying one is, though the other core is idle, and what the loop does takes the copying's time.
 """
 
@@ -43,6 +43,8 @@ WAYS: Final = ("thread", "bare", "link", "pool")
 LINGER: Final = 2.0
 """Seconds for what was to be done after the last read."""
 TARGETS: Final = {"ratio": 0.90, "lag_ms": 1.0, "idle_client": 0.01, "idle_store": 0.03}
+_CORES: Final = os.sched_getaffinity(0)
+"""On which the bench was begun."""
 
 
 @dataclass(slots=True)
@@ -78,10 +80,9 @@ async def lag_into(lags: list[float]) -> AsyncIterator[None]:
 def set_apart(is_wanted: bool) -> set[int]:
     """Give the event loop, whose thread calls, one core, and those of NIXL's agents another; the
     cores of these."""
-    cores = os.sched_getaffinity(0)
-    if not is_wanted:
-        return cores
-    first, *others = sorted(cores)
+    first, *others = sorted(_CORES)
+    if not (is_wanted and others):
+        return _CORES
     os.sched_setaffinity(0, {first})
     for thread in threading.enumerate():
         if thread.name == "cacheflow-nixl" and thread.native_id is not None:
