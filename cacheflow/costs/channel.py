@@ -32,6 +32,9 @@ _FAR: Final = (2.0, 2.0)
 _KNOWN: Final = 4
 _PATIENCE: Final = 3
 """Rows far off in a row that are a new speed."""
+_SLOW: Final = 2.5
+_SLOW_LOADS: Final = 2
+"""So many loads in a row that took more than this times what they should are a new speed too."""
 _ROW_SECONDS: Final = 1 / 6
 """Busy time that may bring as much drift as one row."""
 _MEMORY_SECONDS: Final = 2.0
@@ -81,6 +84,7 @@ class ChannelModel:
         "_per_byte",
         "_progress",
         "_row",
+        "_slow",
         "_steady",
         "_unit",
         "_wasted",
@@ -120,6 +124,8 @@ class ChannelModel:
         self._wasted = 0.0
         self._row = (0, 0.0, 0, 0.0)
         """Loads, latencies waited out, bytes and seconds not yet learned from."""
+        self._slow: tuple[int, float] = (0, 1.0)
+        """Slow loads in a row, and by how much the least slow of them was."""
         self._checks = Ratios()
 
     # -- what is known -------------------------------------------------------------------------
@@ -184,11 +190,14 @@ class ChannelModel:
             return
         if expected is not None and expected > 0.0:
             self._checks.append(max(now - start, _LEAST_SECONDS) / expected)
+        stall = self._stall(start, since)
+        if self._is_slower(stall, nbytes, busy, (now - start) / expected if expected else 1.0):
+            return
         count, stalls, total, seconds = self._row
         count, total = count + 1, total + nbytes
         self._row = (
             count,
-            stalls + self._stall(start, since),
+            stalls + stall,
             total,
             seconds + busy + self._wasted,
         )
@@ -196,6 +205,33 @@ class ChannelModel:
         if total and (self._fresh or count > len(self._flights)):
             self._close()
         self._fresh = False
+
+    def _is_slower(self, stall: float, nbytes: int, busy: float, own: float) -> bool:
+        """Whether a load that ended shows a new speed, which is then adopted.
+
+        It counts as slow if both it (``own``: over what was expected) and the channel since the
+        delivery before it were. After a pause the first is, and those that waited behind it are not
+        by the channel's progress; a large load behind small ones of parallel streams is not by its
+        own. Rows would tell later: after several times as many loads as are in flight.
+        """
+        if not self.is_known or not nbytes or self._per_byte is None:
+            return False
+        pace = busy / (stall * self.latency + nbytes * self._per_byte)
+        ratio = min(own, pace)
+        count, least = self._slow
+        if ratio <= _SLOW:
+            self._slow = (0, 1.0)
+            return False
+        self._slow = count, least = count + 1, min(least, ratio) if count else ratio
+        if count < _SLOW_LOADS:
+            return False
+        self._slow = (0, 1.0)
+        self._fit.rescale(least)
+        self._row, self._wasted = (0, 0.0, 0, 0.0), 0.0
+        self._see(0, stall, nbytes, busy)
+        self._adopt()
+        self._fresh, self._opened_with = False, len(self._flights)
+        return True
 
     def over_expected(self, load_id: int, now: float) -> float:
         """What a load that ends now took over what was expected when it began (1 if unknown)."""

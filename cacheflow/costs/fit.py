@@ -215,10 +215,10 @@ class Fit:
         self._mild = min(self._mild, ratio) if side > 0 else max(self._mild, ratio)
         self._hear((ratio - 1.0) ** 2)
         if self._run == self._patience:
-            self._rescale(self._mild)
+            self.rescale(self._mild)
         return True
 
-    def _rescale(self, speed: float) -> None:
+    def rescale(self, speed: float) -> None:
         """All rates are ``speed`` times what they were; what was set aside is of the old ones."""
         self._run = 0
         self._sums = (0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -139,6 +139,24 @@ def test_a_lasting_change_of_speed_is_followed_within_a_second(factor: float) ->
     assert bandwidth(model) == pytest.approx(1e8 / factor, rel=0.25)
 
 
+def test_a_channel_that_became_slower_is_known_to_be_by_its_third_load() -> None:
+    """Two loads in a row that took far longer than expected, both by themselves and by what the
+    channel delivered, are enough, however many are in flight."""
+    model, now = warm()
+    drive(model, Serial(1e7, 5e-3), 3, depth=3, size=lambda: MB, now=now)
+    assert bandwidth(model) < 0.2e8
+
+
+def test_one_pause_is_no_new_speed() -> None:
+    """A pause of ten loads makes all of them late that were in flight, and says nothing about those
+    that come after it."""
+    model, now = warm()
+    turn = iter(range(10_000))
+    slow = lambda: 11.0 if next(turn) == 6 else 1.0  # noqa: E731
+    drive(model, Serial(1e8, 5e-3, slow), 12, depth=6, size=lambda: MB, now=now)
+    assert bandwidth(model) > 0.6e8
+
+
 def test_outliers_move_nothing_much() -> None:
     """Every fortieth load takes thirty times as long: the rest are still predicted within 40 %."""
     model, now = warm()

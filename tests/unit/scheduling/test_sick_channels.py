@@ -113,8 +113,8 @@ def test_a_channel_that_hangs_costs_a_twentieth_at_most(
 @pytest.mark.parametrize("tokens", [1024, 4096])
 def test_a_channel_that_becomes_ten_times_slower(tokens: int, compute_io: float) -> None:
     """After half of a healthy restore: within a tenth of the fluid bound of the real speeds. Not at
-    10:1 and 1,024 tokens, where what is kept for the suffix to hide is a third of all loads and has
-    to come at the new speed."""
+    10:1 and 1,024 tokens, where what is kept for the suffix to hide and what is in flight by then
+    are a third of all loads and have to come at the new speed."""
     rig = Rig(tokens, compute_io)
     when = rig.restored / 2
     rig.link.when, rig.link.then = rig.run.clock.now() + when, rig.bandwidth / 10
@@ -125,7 +125,7 @@ def test_a_channel_that_becomes_ten_times_slower(tokens: int, compute_io: float)
         for tile in tiles
         for _ in range(LAYERS)
     ]
-    limit = 1.55 if (tokens, compute_io) == (1024, 10) else 1.10
+    limit = 1.30 if (tokens, compute_io) == (1024, 10) else 1.10
     assert rig.restored <= limit * meeting_seconds(cells, rig.bandwidth, when)
 
 
