@@ -55,7 +55,7 @@ def channels(text: str, uplink: str | None) -> tuple[Channel, ...]:
         name, at, share = part.strip().partition("@")
         found.append(Channel(load_link(name), _share(part, share) if at else 1.0))
     if uplink is not None:
-        found[-1] = replace(found[-1], shared_bandwidth=load_link(uplink).bandwidth)
+        found[-1] = replace(found[-1], shared_bandwidth=load_link(uplink, "--uplink").bandwidth)
     return tuple(found)
 
 

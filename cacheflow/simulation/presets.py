@@ -98,8 +98,8 @@ _UNITS: Final = {"gbps": 1e9 / 8, "mbps": 1e6 / 8, "gb/s": 1e9, "mb/s": 1e6}
 _NETWORK_LATENCY: Final = 50e-6
 
 
-def load_link(text: str) -> LinkPreset:
-    """A preset by name, or a line rate: ``25gbps``, ``0.8gbps``, ``1.5gb/s``.
+def load_link(text: str, option: str = "--link") -> LinkPreset:
+    """A preset by name, or a line rate: ``25gbps``, ``0.8gbps``, ``1.5gb/s``. ``option``: who asks.
 
     Raises:
         ConfigError: neither.
@@ -110,7 +110,7 @@ def load_link(text: str) -> LinkPreset:
     rate = _RATE.fullmatch(name)
     if rate is None or not float(rate[1]):
         raise ConfigError(
-            f"--link {text!r} is neither a rate like 10gbps, 25gbps, 40gbps, 80gbps, 100gbps or "
+            f"{option} {text!r} is neither a rate like 10gbps, 25gbps, 40gbps, 80gbps, 100gbps or "
             f"1.5gb/s nor one of {', '.join(LINKS)}"
         )
     return LinkPreset(name, float(rate[1]) * _UNITS[rate[2]], _NETWORK_LATENCY, "line rate")

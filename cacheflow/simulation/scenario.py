@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from cacheflow.costs import ChannelProfile, ComputeModel
 from cacheflow.errors import ConfigError
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from cacheflow.types import Load, Observer, TileGrid
 
 __all__ = ["Channel", "Run", "Scenario", "mean_gap", "shown_tiles", "simulate"]
+
+_MOST_GPUS: Final = 4096
+"""Each has a scheduler of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,8 @@ class Scenario:
         names = [channel.name for channel in self.channels]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"--link: each link once, at least one; got {', '.join(names)}")
-        if self.gpus < 1:
-            raise ConfigError(f"--gpus {self.gpus} must be at least 1")
+        if not 1 <= self.gpus <= _MOST_GPUS:
+            raise ConfigError(f"--gpus {self.gpus} must be from 1 to {_MOST_GPUS}")
         for option, share in (("failing", self.failing), ("decode-share", self.decode_share)):
             if not 0 <= share < 1:
                 raise ConfigError(f"--{option} {share:g} must be from 0 to below 1")

@@ -91,6 +91,8 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     [
         (["--preset", "gtx:llama"], "--preset"),
         (["--link", "fast"], "--link"),
+        (["--uplink", "nan"], "--uplink 'nan'"),
+        (["--gpus", "100000000"], "--gpus"),
         (["--link", "nvme@2"], "--link 'nvme@2'"),
         (["--link", "nvme,nvme"], "each link once"),
         (["--policy", "magic"], "magic"),
