@@ -11,7 +11,9 @@ positions; no bytes, no tiers and no time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from cacheflow.scheduling.rows import dense_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from cacheflow.types import KVLayout, Tile, TileGrid
 
 __all__ = ["Margins", "PlannedWrites", "recomputed_anyway"]
+
+
+_LONGER: Final = 4
+"""Tiles behind a prefix that are looked at to see where its rows would end in a longer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +54,25 @@ def recomputed_anyway(
 
     ``tile_seconds(tile)``: to recompute all layers of a tile. ``chunk_seconds``: to load all layers
     of a chunk when nothing else is loaded, over all channels together. Whole tiles only: the tile
-    in which both ends meet needs what is stored of it. A request that shares only a part of the
-    prefix may meet its loads earlier; what it misses then is a hole in front, and is recomputed.
+    in which both ends meet needs what is stored of it, and so do leading tiles that are recomputed
+    row by row (:func:`dense_tiles`, of a longer prefix as well) unless all their rows are. A
+    request that shares only a part of the prefix may meet its loads earlier; what it misses then is
+    a hole in front, and is recomputed.
     """
     chunks = prefix_tokens // chunk_tokens
     chunk_seconds /= margins.link
     prefix = chunks * chunk_tokens
     suffix = grid.split(prefix, prefix + margins.suffix_tokens)
     spent = margins.compute * sum(map(tile_seconds, suffix))
-    recomputed = 0
-    for tile in grid.split(0, prefix):
+    recomputed, longer = 0, grid.split(0, prefix + _LONGER * grid.tail)
+    dense = dense_tiles([tile.width for tile in longer], [tile_seconds(tile) for tile in longer])
+    for number, tile in enumerate(grid.split(0, prefix), 1):
         spent += margins.compute * tile_seconds(tile)
         through = tile.stop // chunk_tokens
         if spent > (chunks - through) * chunk_seconds:
             break
-        recomputed = through
+        if number >= dense:
+            recomputed = through
     return recomputed if recomputed >= margins.least * chunks else 0
 
 
