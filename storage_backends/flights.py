@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeAlias, TypeVar
 
 from cacheflow.errors import ClosedError
 
@@ -53,7 +53,7 @@ class Flights:
 
     def begin(self, works: Sequence[tuple[Work[T], Callable[[], None]]]) -> Batch[T]:
         """Begin them all. The second part of a work is called when it has ended, one way or the
-        other: done, failed, cancelled, never begun. :meth:`Batch.cancel` must follow."""
+        other: done, failed, cancelled, never begun."""
         batch: Batch[T] = Batch(self)
         for work, ended in works:
             batch.add(self._start(work), ended)
@@ -92,7 +92,8 @@ class Flights:
 
 
 class Batch(Generic[T]):
-    """Requests begun together; :meth:`next` gives their results as they come.
+    """Requests begun together; :meth:`next` gives their results as they come. Leaving the context
+    ends what has not ended.
 
     Neither a queue nor an async generator: there is one of these for each load, and either costs
     more than the rest of it.
@@ -125,7 +126,9 @@ class Batch(Generic[T]):
             await self._waiter
         return self._flights.result(self._arrived.popleft())
 
-    def cancel(self) -> None:
-        """End what has not ended."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         for task in self._tasks:
             task.cancel()

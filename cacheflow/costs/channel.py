@@ -188,10 +188,11 @@ class ChannelModel:
         if not delivered:
             self._wasted += busy
             return
-        if expected is not None and expected > 0.0:
-            self._checks.append(max(now - start, _LEAST_SECONDS) / expected)
+        own = _over(now - start, expected)
+        if expected:
+            self._checks.append(own)
         stall = self._stall(start, since)
-        if self._is_slower(stall, nbytes, busy, (now - start) / expected if expected else 1.0):
+        if self._is_slower(stall, nbytes, busy, own):
             return
         count, stalls, total, seconds = self._row
         count, total = count + 1, total + nbytes
@@ -236,7 +237,7 @@ class ChannelModel:
     def over_expected(self, load_id: int, now: float) -> float:
         """What a load that ends now took over what was expected when it began (1 if unknown)."""
         _, start, expected = self._flights.get(load_id, (0, now, None))
-        return max(now - start, _LEAST_SECONDS) / expected if expected else 1.0
+        return _over(now - start, expected)
 
     def _moved(self, now: float) -> None:
         """The channel became busy or finished something then (or latency is not what it was)."""
@@ -442,3 +443,8 @@ class ChannelModel:
         units = (typical, profile.per_byte, 0.0)
         self._fit.start(units, (profile.latency / typical, 1.0, 0.0), _PRIMED)
         self._adopt()
+
+
+def _over(seconds: float, expected: float | None) -> float:
+    """What a load took over what was expected of it (1 if nothing was)."""
+    return max(seconds, _LEAST_SECONDS) / expected if expected else 1.0

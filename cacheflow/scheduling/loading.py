@@ -103,13 +103,8 @@ class Loading(Closing):
             return None
         if self._holes & self._has_free:
             return None
-        spent, rate = hidden, left / (self.free.linear or 1.0)
-        for t in self._free_tiles():
-            state = self.tiles[t]
-            count = state.free.bit_count()
-            spent += count * (self._outlook.layer_seconds(state.work) or 0.0)
-            left -= count * state.work[0] * rate
-            if spent >= left:
+        for t, spent, rest in self._walk(hidden, left):
+            if spent >= rest:
                 return self.led if t < self._rows.tiles else t
         return None
 
@@ -192,17 +187,23 @@ class Loading(Closing):
         left, holes = glance.left, self._holes
         if left is None or not self.policy.hedges or not self.is_first_to_compute:
             return holes
-        spent, rate = self._overlap(), left / (self.free.linear or 1.0)
-        spent += self._outlook.current_left(glance.now)
+        busy = self._overlap() + self._outlook.current_left(glance.now)
+        for t, spent, rest in self._walk(busy, left):
+            if spent > rest:
+                break
+            holes &= ~(1 << t)
+        return holes
+
+    def _walk(self, spent: float, left: float) -> Iterator[tuple[int, float, float]]:
+        """Tiles with free cells, from the front on: when compute, busy for ``spent`` seconds
+        before, is through with each, and how much of ``left``, what loads take, is then left."""
+        rate = left / (self.free.linear or 1.0)
         for t in self._free_tiles():
             state = self.tiles[t]
             count = state.free.bit_count()
             spent += count * (self._outlook.layer_seconds(state.work) or 0.0)
             left -= count * state.work[0] * rate
-            if spent > left:
-                break
-            holes &= ~(1 << t)
-        return holes
+            yield t, spent, left
 
     def _seconds_for(self, channel: str, masks: Mapping[int, int]) -> float:
         """What ``channel`` takes for these cells."""

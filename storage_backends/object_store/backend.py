@@ -104,12 +104,9 @@ class ObjectStoreBackend(StorageBackend):
             read.buffer.hold.acquire()
         start = time.monotonic()
         works = [(partial(self._read, read, start), read.buffer.hold.release) for read in reads]
-        batch = self._flights.begin(works)
-        try:
+        with self._flights.begin(works) as batch:
             for _ in works:
                 yield await batch.next()
-        finally:
-            batch.cancel()
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         self._flights.check_open()

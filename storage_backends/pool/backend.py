@@ -139,12 +139,11 @@ class PoolBackend(StorageBackend):
         try:
             loading = Loading(reads, guards, self.looking.route, self.options.transfer_seconds)
             works = [(partial(loading.read, at), guard.leave) for at, guard in enumerate(guards)]
-            batch = self._flights.begin(works)
             try:
-                for _ in works:
-                    yield await batch.next()
+                with self._flights.begin(works) as batch:
+                    for _ in works:
+                        yield await batch.next()
             finally:
-                batch.cancel()
                 await loading.aclose()
         finally:
             for guard in guards:
@@ -164,12 +163,11 @@ class PoolBackend(StorageBackend):
             seconds = self.options.transfer_seconds
             storing = Storing(writes, guards, self._homes, self._threads, seconds)
             works = [(partial(storing.write, at), guards[at].leave) for at in range(len(writes))]
-            batch = self._flights.begin(works)
             try:
-                results = [await batch.next() for _ in works]
+                with self._flights.begin(works) as batch:
+                    results = [await batch.next() for _ in works]
                 ended = {id(result.request): result for result in results}
             finally:
-                batch.cancel()
                 await storing.aclose()
             for write in writes:
                 self._changed(write.info.key)
