@@ -42,7 +42,8 @@ def steer(control: Path, **wishes: float | str) -> None:
     ``fail_after`` so many loads (-1: never) the next ``fail_count`` (all), how to fail (``fault``:
     "error", "corrupt" or "hang"), ``lookup`` seconds, ``stores`` ("full" or "failed": how they
     end), ``clear`` (a new number empties the store). ``head``: all that only for objects whose
-    first KV head this is, which one of several ranks has."""
+    first KV head this is, which one of several ranks has. ``parts``: only loads of a part of an
+    object count, and fail."""
     temporary = control.with_suffix(".new")
     temporary.write_text(json.dumps(wishes))
     temporary.replace(control)
@@ -91,19 +92,23 @@ class SteeredStore(StorageBackend):
             async for result in self.inner.load([read]):
                 return result
         loop = asyncio.get_running_loop()
-        seconds = float(wishes.get("seconds", 0.0)) * await self._share(read)
-        self._free_at = max(self._free_at, loop.time()) + seconds
+        share = await self._share(read)
+        self._free_at = max(self._free_at, loop.time()) + share * float(wishes.get("seconds", 0.0))
         due = self._free_at
-        seen, count = self._state
-        self._state = (seen, count + 1)
-        after = int(wishes.get("fail_after", -1))
-        fails = 0 <= after <= count < after + int(wishes.get("fail_count", sys.maxsize))
+        fails = (share < 1.0 or not wishes.get("parts")) and self._fails(wishes)
         if fails and wishes.get("fault") == "hang":
             await asyncio.sleep(3600)
         async for result in self.inner.load([read]):
             await asyncio.sleep(max(due - loop.time(), 0.0))
             return _spoiled(result, str(wishes.get("fault"))) if fails else result
         raise BackendError("no result", operation="load")
+
+    def _fails(self, wishes: Mapping[str, float | str]) -> bool:
+        """Whether the load that begins now is to fail; it counts."""
+        seen, count = self._state
+        self._state = (seen, count + 1)
+        after = int(wishes.get("fail_after", -1))
+        return 0 <= after <= count < after + int(wishes.get("fail_count", sys.maxsize))
 
     async def _share(self, read: Read) -> float:
         """Of the object's payload."""

@@ -29,4 +29,8 @@ TAILED: Final = [*BASE, *random.Random(13).choices(range(2048), k=120)]
 """Behind what is stored there is as much to compute as can be without a block of its own."""
 OTHER: Final = random.Random(17).choices(range(2048), k=2048 + 100)
 """Shares nothing with the others."""
-PROMPTS: Final = [LONG, TAILED, OTHER, *EDGES, *FORKS]
+_END: Final = random.Random(21).choices(range(2048), k=600)
+LONG_TAILED: Final = [*BASE, *_END]
+"""Behind what is stored there is a long pass, where the store takes no more."""
+OTHER_TAILED: Final = [*OTHER[:2048], *_END]
+PROMPTS: Final = [LONG, TAILED, LONG_TAILED, OTHER, OTHER_TAILED, *EDGES, *FORKS]

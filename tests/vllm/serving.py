@@ -69,9 +69,9 @@ class Serving(VllmEngine):
         return self.comes(lambda: self.stored_bytes() >= nbytes, again)
 
     def comes(self, true: Callable[[], bool], work: Callable[[], object] | None = None) -> bool:
-        """Whether ``true`` becomes so within three minutes; ``work`` is done between the tries. A
+        """Whether ``true`` becomes so within five minutes; ``work`` is done between the tries. A
         tier that failed in vain is set aside for half a minute in the end."""
-        end = time.monotonic() + 180.0
+        end = time.monotonic() + 300.0
         while not true():
             if time.monotonic() > end:
                 return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.prompts import BLOCK, EDGES, FORKS, LONG, TAILED
+from tests.vllm.prompts import BLOCK, EDGES, FORKS, LONG, LONG_TAILED, TAILED
 
 if TYPE_CHECKING:
     from tests.vllm.serving import Serving
@@ -81,14 +81,28 @@ def test_a_load_that_fails_under_a_pass_is_computed(
 ) -> None:
     """vLLM drops what the pass said and takes the request back; others are not disturbed."""
     before = overlaps(serving, "failed")
-    numbers = count(14)
+    numbers = count()
+
+    def whole() -> bool:
+        serving.generate([LONG], "load", 1)
+        return serving.found == [len(LONG) // BLOCK * BLOCK]
 
     def asked() -> None:
-        after = next(numbers)
-        failing = 14 + after % 8
-        serving.steer(seconds=0.01, fail_after=failing, fail_count=1, fault=fault, number=after)
-        prompts = [TAILED, EDGES[-1]]
-        assert serving.generate(prompts) == [expected[tuple(prompt)] for prompt in prompts]
+        number = next(numbers)
+        serving.steer(restored=number)  # a block that was corrupt is gone, until it is stored again
+        assert serving.comes(whole, lambda: serving.generate([LONG], "recompute", 1))
+        serving.steer(
+            seconds=0.01,
+            stores="full",  # or the tail would be stored, and little left to compute behind it
+            parts=1,  # which come last, and go on under the pass
+            fail_after=(4 + 7 * number) % 28,
+            fail_count=1,
+            fault=fault,
+            number=number,
+        )
+        prompts = [LONG_TAILED, EDGES[-1]]
+        answers = serving.generate(prompts, "load")
+        assert answers == [expected[tuple(prompt)] for prompt in prompts]
 
     assert serving.comes(lambda: overlaps(serving, "failed") > before, asked)
 

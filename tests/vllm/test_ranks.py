@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm.prompts import BLOCK, EDGES, FORKS, LONG, OTHER
+from tests.vllm.prompts import BLOCK, EDGES, FORKS, LONG, OTHER, OTHER_TAILED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,21 +107,23 @@ def test_a_load_that_fails_on_one_worker_under_a_pass(serving: Serving, expected
     """The pass is over what is not there on one of the two: both take it back."""
     counter = "vllm:cacheflow_overlaps"
     before = serving.metric(counter, result="failed")
-    numbers = count(14)
+    numbers = count()
 
     def asked() -> None:
         number = next(numbers)
-        failing = 14 + number % 8
         serving.steer(
             seconds=0.01,
             head=number % 2,
-            fail_after=failing,
+            stores="full",  # or the tail would be stored, and little left to compute behind it
+            parts=1,  # which come last, and go on under the pass
+            fail_after=(4 + 7 * number) % 28,
             fail_count=1,
             fault="error",
             number=number,
         )
-        prompts = [OTHER, EDGES[2]]
-        assert serving.generate(prompts) == [expected[tuple(prompt)] for prompt in prompts]
+        prompts = [OTHER_TAILED, EDGES[2]]
+        answers = serving.generate(prompts, "load")
+        assert answers == [expected[tuple(prompt)] for prompt in prompts]
 
     assert serving.comes(lambda: serving.metric(counter, result="failed") > before, asked)
 
