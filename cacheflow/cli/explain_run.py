@@ -260,7 +260,8 @@ def _missing(found: Explained) -> str:
         return (
             f"tokens {miss * size}-{(miss + 1) * size} are missing, and chunk {behind[0]} behind "
             "them, whose key holds them, is stored: they were evicted, expired, deleted, dropped "
-            "on the way, or left out by the write policy; they are recomputed"
+            "on the way, left out by the write policy, or declined by a full tier (eviction "
+            "cost-aware) as worth less than what it holds; they are recomputed"
         )
     if miss:
         return (
