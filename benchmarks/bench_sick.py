@@ -7,10 +7,16 @@ compute stood still, in percent of recompute alone: what other programs did to c
 *Two layers* of compute are what passes at least before a channel can look late.
 
 *Slower*: after half of its expected time the link has a tenth of its bandwidth. The restored time
-is compared with the fluid bound of the real speeds: cells by what recompute alone took in the same
-round, the link by its bandwidth then and now.
+is compared with the fluid bound of the real speeds, which knows the change beforehand: cells by
+what recompute alone took in the same round, the link by its bandwidth then and now. Beside it, in
+shares of the bound, what no decision takes back: a layer of compute, and the loads in flight then.
+
+``--virtual``: the same in virtual time at more lengths and ratios, without noise; there also the
+time to the first token over its own bound, and the restored time over the best that could be had
+from the change on, with what had been begun and left by then.
 
     make bench-sick
+    make bench-sick ARGS=--virtual
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import logging
 import statistics
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from rigs import (
@@ -37,6 +43,7 @@ from rigs import (
     slowdown,
     start,
 )
+from sick_virtual import SLOWER, Slowed, hung_ratio, meeting_seconds, slowed
 
 from cacheflow.cli.bench_rig import SUFFIX_TOKENS
 from cacheflow.cli.output import progress
@@ -53,8 +60,11 @@ RATIOS: Final = {"disk": None, "3:1": 3.0, "1:1": 1.0}
 """Recompute time by load time of the healthy channel."""
 ONSETS: Final = {"from the start": 0.0, "midway": 0.5}
 """When reads begin to hang, as a share of a healthy restore."""
-SLOWER: Final = 10.0
 QUICK_TOKENS: Final = 2048
+VIRTUAL_TOKENS: Final = (512, 1024, 2048, 4096)
+VIRTUAL_RATIOS: Final = (1 / 3, 1.0, 3.0, 10.0, 30.0, 100.0)
+SHARES: Final = (0.0, 0.1, 0.25, 0.4, 0.5, 0.75)
+"""Of a healthy restore, after which the link hangs in virtual time."""
 
 
 @dataclass(slots=True)
@@ -77,6 +87,10 @@ class Slower:
     """Restores over a link that becomes slower; one entry a round."""
 
     over_bound: list[float] = field(default_factory=list)
+    layers: list[float] = field(default_factory=list)
+    """The longest layer over the bound."""
+    flying: list[float] = field(default_factory=list)
+    """What was in flight at the change takes so much of the bound."""
     slowdowns: list[float] = field(default_factory=list)
     recomputed: list[float] = field(default_factory=list)
 
@@ -122,7 +136,10 @@ async def slow(rig: Rig, prompt: Prompt, alone: Run, compute_io: float, seen: Sl
             healthy = await rig.alone(restorer, prompt, "adaptive")
             when = healthy.restored_seconds / 2
 
+            flying = [0]
+
             def slower() -> None:
+                flying.append(restorer.scheduler.channel("link").in_flight_bytes)
                 link.link.bandwidth = bandwidth / SLOWER
 
             timer = asyncio.get_running_loop().call_later(when, slower)
@@ -131,7 +148,11 @@ async def slow(rig: Rig, prompt: Prompt, alone: Run, compute_io: float, seen: Sl
     finally:
         await tier.aclose()
     result = run.restorations[0]
-    seen.over_bound.append(result.restored_seconds / bound(rig, alone, bandwidth, when))
+    least = bound(rig, alone, bandwidth, when)
+    seen.over_bound.append(result.restored_seconds / least)
+    prefix = [each for each in layer_times(alone.events, alone.ids[0]) if not each.is_suffix]
+    seen.layers.append(max(each.seconds for each in prefix) / least)
+    seen.flying.append(flying[-1] * SLOWER / bandwidth / least)
     times = [layer_times(each.events, each.ids[0]) for each in (run, alone)]
     seen.slowdowns.append(slowdown([(times[0], times[1])]))
     seen.recomputed.append(result.recomputed_share)
@@ -148,36 +169,10 @@ def bound(rig: Rig, alone: Run, bandwidth: float, when: float) -> float:
     return meeting_seconds(cells, bandwidth, when)
 
 
-def meeting_seconds(cells: Sequence[tuple[float, float]], bandwidth: float, when: float) -> float:
-    """Compute from the front, the rest over the link as it is before ``when`` and afterwards.
-
-    A cell is ``(seconds, bytes)``; where both sides meet it may be shared.
-    """
-    left, spent, best = sum(nbytes for _, nbytes in cells), 0.0, float("inf")
-    for seconds, nbytes in cells:
-        low, high = 0.0, 1.0
-        for _ in range(30):
-            share = (low + high) / 2
-            if spent + share * seconds < _load(left - share * nbytes, bandwidth, when):
-                low = share
-            else:
-                high = share
-        load = _load(left - high * nbytes, bandwidth, when)
-        best = min(best, max(spent + high * seconds, load))
-        left, spent = left - nbytes, spent + seconds
-    return min(best, spent)
-
-
-def _load(nbytes: float, bandwidth: float, when: float) -> float:
-    """Seconds for ``nbytes`` over the link that slows down at ``when``."""
-    before = bandwidth * when
-    if nbytes <= before:
-        return nbytes / bandwidth
-    return when + (nbytes - before) * SLOWER / bandwidth
-
-
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All rounds."""
+    if options.virtual:
+        return await measure_virtual()
     hung = {(link, onset): Hung() for link in options.links for onset in ONSETS}
     slower = {link: Slower() for link in options.links if RATIOS[link]}
     async with opened(options) as rig, AsyncExitStack() as stack:
@@ -203,6 +198,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         "slower": {
             link: {
                 "over_bound": each.over_bound,
+                "layers": each.layers,
+                "flying": each.flying,
                 "compute_slowdown": each.slowdowns,
                 "recomputed": each.recomputed,
             }
@@ -223,16 +220,56 @@ async def _round(
         alone = await rig.together(restorer, [prompt], "recompute")
         await hang(rig, prompt, alone, RATIOS[link], ONSETS[onset], seen)
         tell()
-    for link, slowed in slower.items():
+    for link, slow_link in slower.items():
         alone = await rig.together(restorer, [prompt], "recompute")
         compute_io = RATIOS[link]
         assert compute_io is not None
-        await slow(rig, prompt, alone, compute_io, slowed)
+        await slow(rig, prompt, alone, compute_io, slow_link)
         tell()
+
+
+async def measure_virtual() -> dict[str, Any]:
+    """Every length at every ratio."""
+    return {
+        "virtual": {
+            tokens: {
+                "hung": [max(hung_ratio(tokens, r, s) for s in SHARES) for r in VIRTUAL_RATIOS],
+                "slower": [asdict(slowed(tokens, ratio)) for ratio in VIRTUAL_RATIOS],
+            }
+            for tokens in VIRTUAL_TOKENS
+        }
+    }
+
+
+def tell_virtual(found: dict[int, dict[str, Any]]) -> None:
+    """Two tables: one row a length, one row a length and ratio."""
+    ratios = [f"{r:g}:1" if r >= 1 else f"1:{1 / r:.0f}" for r in VIRTUAL_RATIOS]
+    rows = [(str(n), *(f"{x:.3f}" for x in each["hung"])) for n, each in found.items()]
+    shares = ", ".join(f"{share:g}" for share in SHARES)
+    caption = f"first token over recompute alone; the worst of hanging after {shares} of a restore"
+    show("hung, virtual time", ("tokens", *ratios), rows, caption)
+    rows = []
+    for tokens, each in found.items():
+        for ratio, one in zip(ratios, each["slower"], strict=True):
+            seen = Slowed(**one)
+            ways = (
+                seen.restored / seen.bound,
+                seen.first_token / seen.first_token_bound,
+                seen.restored / seen.from_change,
+            )
+            units = (seen.layer / seen.bound, seen.flying / seen.bound)
+            shown = (f"{seen.bound:.3f}", *(f"{x:.2f}" for x in ways), *(f"{u:.0%}" for u in units))
+            rows.append((str(tokens), ratio, *shown))
+    heads = "tokens", "link", "bound s", "restored", "first token", "from change", "layer", "flying"
+    caption = f"{SLOWER:g} times slower midway; over bounds of the real speeds"
+    show("slower, virtual time", heads, rows, caption)
 
 
 def tell(found: dict[str, Any]) -> None:
     """Two tables."""
+    if "virtual" in found:
+        tell_virtual(found["virtual"])
+        return
     rows = [
         (
             name,
@@ -249,13 +286,17 @@ def tell(found: dict[str, Any]) -> None:
         (
             name,
             _ratios(each["over_bound"]),
+            f"{statistics.median(each['layers']):.1%}",
+            f"{statistics.median(each['flying']):.1%}",
             f"{statistics.median(each['recomputed']):.0%}",
             f"{statistics.median(each['compute_slowdown']):.2f}",
         )
         for name, each in found["slower"].items()
     ]
-    heads = ("channel", "restored / bound", "recomputed", "compute slowed")
-    caption = f"{SLOWER:g} times slower midway; bound: fluid, of the real speeds"
+    heads = ("channel", "restored / bound", "layer", "flying", "recomputed", "compute slowed")
+    caption = (
+        f"{SLOWER:g} times slower midway; bound: fluid, of the real speeds; layer, in flight: of it"
+    )
     show(f"slower, {found['model']}, {found['tokens']} tokens", heads, rows, caption)
 
 
@@ -274,6 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of the prefix")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--links", type=lambda text: text.split(","), default=list(RATIOS))
+    parser.add_argument("--virtual", action="store_true", help="in virtual time, no engine")
     options = parser.parse_args()
     options.tokens = options.tokens or (QUICK_TOKENS if options.quick else 4096)
     return options

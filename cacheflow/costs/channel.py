@@ -124,8 +124,8 @@ class ChannelModel:
         self._wasted = 0.0
         self._row = (0, 0.0, 0, 0.0)
         """Loads, latencies waited out, bytes and seconds not yet learned from."""
-        self._slow: tuple[int, float] = (0, 1.0)
-        """Slow loads in a row, and by how much the least slow of them was."""
+        self._slow = 0
+        """Slow loads in a row."""
         self._checks = Ratios()
 
     # -- what is known -------------------------------------------------------------------------
@@ -144,6 +144,11 @@ class ChannelModel:
     def typical_bytes(self) -> float:
         """How large loads have been lately."""
         return self._unit
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """The latest load was so slow that with the next one like it the channel is."""
+        return self._slow > 0
 
     @property
     def depth(self) -> int:
@@ -218,16 +223,14 @@ class ChannelModel:
         if not self.is_known or not nbytes or self._per_byte is None:
             return False
         pace = busy / (stall * self.latency + nbytes * self._per_byte)
-        ratio = min(own, pace)
-        count, least = self._slow
-        if ratio <= _SLOW:
-            self._slow = (0, 1.0)
+        self._slow = self._slow + 1 if min(own, pace) > _SLOW else 0
+        if self._slow < _SLOW_LOADS:
             return False
-        self._slow = count, least = count + 1, min(least, ratio) if count else ratio
-        if count < _SLOW_LOADS:
-            return False
-        self._slow = (0, 1.0)
-        self._fit.rescale(least)
+        self._slow = 0
+        # The load before this one may have begun at the old speed: this one says how slow it is.
+        rates = self._fit.rates
+        assert rates is not None
+        self._fit.rescale(busy / (stall * rates[0] + nbytes * rates[1]))
         self._row, self._wasted = (0, 0.0, 0, 0.0), 0.0
         self._see(0, stall, nbytes, busy)
         self._adopt()
@@ -381,6 +384,15 @@ class ChannelModel:
         head, stall = self._head[0], self._pause
         expected = head * self._per_byte
         return self._progress + stall + expected + max(_LATE * expected, _LEAST_LATE)
+
+    def silent_from(self, least: float) -> float:
+        """When the channel will have been silent for so long that it is likely to hang, and for
+        ``least`` seconds more than it should (never while nothing is known, or under way)."""
+        if not self._flights or self._per_byte is None:
+            return float("inf")
+        head = self._head[0]
+        expected = self._progress + self._pause + head * self._per_byte
+        return expected + max(self._slack(head), least)
 
     @property
     def was_passed(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Final
 
 from cacheflow.scheduling.ending import Ending
 from cacheflow.scheduling.feeding import Feeding
+from cacheflow.scheduling.tiles import bits
 
 __all__ = ["Closing", "Plan"]
 
@@ -113,14 +114,17 @@ class Closing(Feeding):
         return [run[1:] for run in found]
 
     def _landed(self, suffix_layer: float, now: float) -> float:
-        """Seconds until the suffix would end if it waited for nothing but what is under way."""
-        landed, flights = 0.0, self._flights
+        """Seconds until the suffix would end if it waited for nothing but what is under way. Loads
+        that compute has overtaken keep nobody waiting: they may hang for ever."""
+        landed, flights = 0.0, {}
         low, layers = self.suffix_low[0], self.spec.num_layers
+        for load_id, load in self._flights.items():
+            if awaited := bits(load.layers) & ~self.tiles[load.tile].ready:
+                flights[load_id] = max((awaited & -awaited).bit_length() - 1, low)
         for channel, loads in self._loads.items():
             if loads:
                 for load_id, seconds in self._outlook.channels[channel].landings(flights, now):
-                    first = max(flights[load_id].layers.start, low)
-                    landed = max(landed, seconds + (layers - first) * suffix_layer)
+                    landed = max(landed, seconds + (layers - flights[load_id]) * suffix_layer)
         return landed
 
     @property

@@ -226,6 +226,20 @@ class Expectations(Sharing):
             times.append(max(lags, now))
         return min(times)
 
+    def _silent_from(self, now: float) -> float:
+        """When loads will have been silent for so long that waiting on would cost more than is at
+        stake, those that are about to start included. Never where others wait for compute: it is
+        not there to be tried then."""
+        if self._outlook.requests > 1 or not (stake := self._stake):
+            return _INFINITE
+        models = [self._outlook.channels[name] for name, loads in self._loads.items() if loads]
+        return max((model.silent_from(stake) for model in models), default=now + stake)
+
+    @property
+    def _stake(self) -> float:
+        """Seconds that a channel which does not answer may cost."""
+        return _STAKE * (self._outlook.seconds(self.todo) or 0.0)
+
     def _late_at(self, load: Load, seconds: float, now: float) -> float:
         """When a load under way will look ``seconds`` away if nothing is delivered before."""
         model = self._outlook.channels[load.channel]
@@ -252,8 +266,7 @@ class Expectations(Sharing):
             (self._outlook.transfer_seconds(c, self._before(c)) for c in self._strides),
             default=0.0,
         )
-        stake = _STAKE * (self._outlook.seconds(self.todo) or 0.0)
-        return min(2.0 * transfer, max(1.1 * transfer, stake))
+        return min(2.0 * transfer, max(1.1 * transfer, self._stake))
 
     def plan(self, compute_backlog: float, load_backlog: float) -> None:
         """Fix the staircase now, if the policy does that and all costs are known."""

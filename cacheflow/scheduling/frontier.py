@@ -188,6 +188,7 @@ class Frontier(Racing):
         if not self.policy.hedges:
             return _INFINITE
         now = glance.now
+        silent = max(self._silent_from(now), now)
         for t in self._candidates():
             state = self.tiles[t]
             target = self._target(t, state.low) if self.is_fed(t) else None
@@ -199,8 +200,9 @@ class Frontier(Racing):
                     seconds *= self._price
                     on_time = self._race_at(flights, seconds + self._until_suffix(target), now)
                     if on_time > now:
-                        return on_time
-                return self._flip(max(seconds + self._overlap(), self._patience(glance)), now)
+                        return min(on_time, silent)
+                flip = self._flip(max(seconds + self._overlap(), self._patience(glance)), now)
+                return min(flip, silent)
         return _INFINITE
 
     def paused(self) -> list[int]:
@@ -258,7 +260,8 @@ class Frontier(Racing):
             late = None if left is None else left * self._outlook.lateness(self._strides)
             self.leaves = not self.policy.compute(self._outlook.layer_bound(state.work), late)
         else:
-            self.leaves = patient or not self._wins(state, target, layer, glance)
+            races = self._silent_from(glance.now) <= glance.now
+            self.leaves = not races and (patient or not self._wins(state, target, layer, glance))
         return not self.leaves or self._stalled(glance)
 
     def _wins(self, state: TileState, target: int, layer: int, glance: Glance) -> bool:

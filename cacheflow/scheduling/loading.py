@@ -53,6 +53,8 @@ class Loading(Closing):
             for t, planned in ending.loads().items():
                 if mask := planned & self._allowed(t, channel):
                     masks[t] = mask
+            if masks and self._outlook.channels[channel].is_in_doubt:
+                return self._last_computed(channel, masks)
             return self._lowest_layer(channel, masks) if masks else None
         held = self._held_back(channel, glance) if self.policy.overlaps else {}
         if held and self.leaves:
@@ -124,6 +126,14 @@ class Loading(Closing):
         stop = min(stop, low + (taken & -taken).bit_length() - 1)
         top = low + state.alike(channel, range(low, stop))
         return Reach(t, Span(low, top), chunks, stride * (top - low))
+
+    def _last_computed(self, channel: str, masks: Mapping[int, int]) -> Reach:
+        """One load of what compute would come to last, and so the least likely to be in vain."""
+        rows = self._rows.tiles
+        t = max(masks, key=lambda t: (max(t, rows - 1), masks[t].bit_length(), t))
+        chunks, top, unit = self._topmost(channel, t, masks[t])
+        nbytes = self._strides[channel] * len(chunks) * unit
+        return Reach(t, Span(top + 1 - unit, top + 1), chunks, nbytes)
 
     def _allowed_from(self, first: int, channel: str) -> dict[int, int]:
         """Free cells from tile ``first`` on that ``channel`` may load, by tile; tiles without any
@@ -219,13 +229,8 @@ class Loading(Closing):
 
         ``later``: seconds of loads that are held back behind these.
         """
-        state = self.tiles[t]
-        top = mask.bit_length() - 1
-        chunks = state.chunks_for(channel, top)
+        chunks, top, unit = self._topmost(channel, t, mask)
         stride = self._strides[channel] * len(chunks)
-        gap = (~mask & ((1 << top) - 1)).bit_length()  # The layers above it are one run.
-        unit = min(top + 1 - gap, self._unit(channel, stride))
-        unit = state.alike(channel, range(top, top - unit, -1))
         for low in (top + 1 - unit, top):
             nbytes = stride * (top - low + 1)
             load = self._outlook.load_seconds(channel, nbytes, now)
@@ -240,6 +245,16 @@ class Loading(Closing):
             if top == low:
                 break
         return None
+
+    def _topmost(self, channel: str, t: int, mask: int) -> tuple[tuple[int, ...], int, int]:
+        """The chunks that the highest layer of ``mask`` needs, that layer, and how many from it
+        down are alike and may be one load."""
+        state = self.tiles[t]
+        top = mask.bit_length() - 1
+        chunks = state.chunks_for(channel, top)
+        gap = (~mask & ((1 << top) - 1)).bit_length()  # The layers above it are one run.
+        unit = min(top + 1 - gap, self._unit(channel, self._strides[channel] * len(chunks)))
+        return chunks, top, state.alike(channel, range(top, top - unit, -1))
 
     def _unit(self, channel: str, stride: int) -> int:
         """How many layers one load should carry: a fraction of the time left, in whole layers."""

@@ -78,7 +78,7 @@ async def run_cells(cells: Sequence[Cell], model_folder: Path, tmp_path: Path) -
         await stage.prepare()
         strikes = 0  # in all: beside a good tier the sick one may not even be asked
         for cell in cells:
-            seen = (await bench.settle(stage, cell, LIMITS))[-1]
+            seen = bench.verdict(await bench.settle(stage, cell, LIMITS))
             assert not seen.wrong, cell.name
             assert seen.excess(LIMITS) <= 0.0, cell.name
             strikes += seen.strikes

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from bench_sick import meeting_seconds
+from sick_virtual import CHUNK, STRIDE, Rig, hung, hung_ratio, slowed
 
 from cacheflow.costs import ChannelModel
 from cacheflow.testing.virtual import Link, VirtualRun, make_spec
@@ -15,118 +14,44 @@ from cacheflow.types import Coverage, TileGrid
 from tests.unit.scheduling.harness import OBJECTIVES, options, warm
 
 if TYPE_CHECKING:
-    from cacheflow.types import Load, Tile
+    from cacheflow.types import Load
 
 pytestmark = pytest.mark.no_cover  # seconds under a tracer; other tests go the same ways
 
-LAYERS: Final = 30
-CHUNK: Final = 256
-STRIDE: Final = 1536 * CHUNK
-LINEAR: Final = 2.1e-5
-ATTENTION: Final = 1.5e-8
-"""The trained small model on a small machine, in float32: a layer of a token, and of a pair."""
-
-
-def layer_seconds(tile: Tile) -> float:
-    return 1e-3 + tile.width * (LINEAR + (tile.start + tile.width / 2) * ATTENTION)
-
-
-@dataclass(slots=True)
-class Slowing(Link):
-    """From ``when`` on bytes flow at the bandwidth ``then``, those of loads handed over before
-    included."""
-
-    when: float = inf
-    then: float = 0.0
-
-    def finish(self, nbytes: int, now: float) -> float:
-        start = max(now, self.free_at)
-        before = min(float(nbytes), max(self.when - start, 0.0) * self.bandwidth)
-        seconds = before / self.bandwidth
-        if before < nbytes:
-            seconds += (nbytes - before) / self.then
-        self.free_at = start + seconds
-        self.busy += seconds
-        return self.free_at + self.latency
-
-
-class Rig:
-    """One request after another over one link, whose speed is known by then."""
-
-    def __init__(self, tokens: int, compute_io: float) -> None:
-        self.tokens = tokens
-        self.nbytes = tokens // CHUNK * LAYERS * STRIDE
-        self.recompute = 0.0
-        self.recompute = self.seconds(VirtualRun(layer_seconds, {}), "recompute")
-        self.bandwidth = self.nbytes * compute_io / self.recompute
-        self.link = Slowing(self.bandwidth, 0.0005)
-        self.run = VirtualRun(
-            layer_seconds, {"link": self.link}, linear=LINEAR, attention=ATTENTION
-        )
-        for _ in range(4):
-            self.healthy = self.seconds(self.run, "adaptive")
-
-    def seconds(self, run: VirtualRun, policy: str) -> float:
-        """To the first token of one more request."""
-        name, start = f"r{len(run.finished_at)}", run.clock.now()
-        spec = make_spec(
-            self.tokens, self.tokens + 16, layers=LAYERS, request_id=name, arrival=start
-        )
-        whole = tuple([(1 << LAYERS) - 1] * (self.tokens // CHUNK))
-        coverage = [Coverage("link", whole, STRIDE)] if run.links else []
-        run.arrive(spec, coverage, policy)
-        run.run(name)
-        if self.recompute:
-            self.restored = run.restored_at[name] - start
-            if self.link.outcome is not hung:
-                run.settle()
-        return run.finished_at[name] - start
-
-
-def hung(load: object) -> None:
-    """No answer, ever."""
-    return
+FOUND_OUT_LATE: Final[dict[tuple[int, float], float]] = {(512, 10): 1.18, (1024, 10): 1.13}
+"""Over the best from the change on: the first slow load alone is that much of the rest."""
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
 @pytest.mark.parametrize("compute_io", [0.33, 1, 3, 10, 30, 100])
-@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize("tokens", [512, 1024, 4096])
 def test_a_channel_that_hangs_costs_a_twentieth_at_most(
     tokens: int, compute_io: float, share: float
 ) -> None:
     """From the start, or after a quarter or half of a healthy restore: the first token is there
     within 1.05 times recompute alone, also where loading is so fast that recompute is not begun at
-    all (30:1): then loads are waited for by what is at stake, not only by what they should take.
-    Two layers of compute pass before it shows, which is 0.028 of 1,024 tokens."""
-    rig = Rig(tokens, compute_io)
-    run, link = rig.run, rig.link
-    when = run.clock.now() + share * rig.healthy
-    if share:
-        run.at(when, lambda: setattr(link, "outcome", hung))
-    else:
-        link.outcome = hung
-    limit = 1.052 if (tokens, compute_io, share) == (1024, 30, 0.25) else 1.05
-    assert rig.seconds(run, "adaptive") <= limit * rig.recompute
+    all (30:1): then loads are waited for by what is at stake, not only by what they should take."""
+    assert hung_ratio(tokens, compute_io, share) <= 1.05
 
 
-@pytest.mark.parametrize("compute_io", [0.33, 1, 3, 10])
-@pytest.mark.parametrize("tokens", [1024, 4096])
-def test_a_channel_that_becomes_ten_times_slower(tokens: int, compute_io: float) -> None:
-    """After half of a healthy restore: within a tenth of the fluid bound of the real speeds. Not at
-    10:1 and 1,024 tokens, where what is kept for the suffix to hide and what is in flight by then
-    are a third of all loads and have to come at the new speed."""
-    rig = Rig(tokens, compute_io)
-    when = rig.restored / 2
-    rig.link.when, rig.link.then = rig.run.clock.now() + when, rig.bandwidth / 10
+def test_loads_that_compute_has_overtaken_keep_nobody_waiting() -> None:
+    """They hang, so the end of the restore is not planned around them: compute goes through all
+    cells without a pause."""
+    rig = Rig(512, 30)
+    rig.link.outcome = hung
     rig.seconds(rig.run, "adaptive")
-    tiles = TileGrid().split(0, tokens)
-    cells = [
-        (layer_seconds(tile), float(tile.width // CHUNK * STRIDE))
-        for tile in tiles
-        for _ in range(LAYERS)
-    ]
-    limit = 1.30 if (tokens, compute_io) == (1024, 10) else 1.10
-    assert rig.restored <= limit * meeting_seconds(cells, rig.bandwidth, when)
+    assert rig.restored <= 1.05 * sum(seconds for seconds, _ in rig.cells())
+
+
+@pytest.mark.parametrize("compute_io", [0.33, 1, 3, 10, 30, 100])
+@pytest.mark.parametrize("tokens", [512, 1024, 4096])
+def test_a_channel_that_becomes_ten_times_slower(tokens: int, compute_io: float) -> None:
+    """After half of a healthy restore: within a tenth of the fluid bound of the real speeds, which
+    knows the change beforehand; or, where what was kept for the suffix to hide and what is in
+    flight by then are much of a restore, within a twentieth of the best from the change on."""
+    seen = slowed(tokens, compute_io)
+    limit = FOUND_OUT_LATE.get((tokens, compute_io), 1.05)
+    assert seen.restored <= max(1.10 * seen.bound, limit * seen.from_change)
 
 
 def test_what_is_very_late_is_expected_to_take_much_longer() -> None:
@@ -142,6 +67,38 @@ def test_what_is_very_late_is_expected_to_take_much_longer() -> None:
         when = model.slower_than(seconds, 1000, 10.0)
         assert model.left(1000, when) == pytest.approx(seconds)
     assert model.slower_than(inf, 1000, 10.0) == inf
+
+
+def test_a_channel_is_silent_from_when_it_was_due_by_what_is_at_stake() -> None:
+    """At least four times what its oldest load should have taken; never with nothing under way, or
+    before anything is known."""
+    model = ChannelModel()
+    model.started(1, 1000, 0.0)
+    assert model.silent_from(0.0) == inf
+    model.ended(1, 1.0, delivered=True)
+    assert model.silent_from(0.0) == inf
+    model.started(2, 1000, 10.0)
+    assert model.silent_from(0.0) == pytest.approx(11 + 4)
+    assert model.silent_from(30.0) == pytest.approx(11 + 30)
+
+
+def test_a_load_that_is_much_too_slow_puts_its_channel_in_doubt() -> None:
+    """Until one is not; with the second in a row it has the speed of that one: the first may have
+    begun at the old speed."""
+    model = ChannelModel()
+    for i in range(8):
+        model.started(i, 1000, float(i))
+        model.ended(i, i + 1.0, delivered=True)
+    doubts = []
+    for i, (begin, end) in enumerate([(8.0, 12.0), (12.0, 13.0)], start=8):
+        model.started(i, 1000, begin)
+        model.ended(i, end, delivered=True)
+        doubts.append(model.is_in_doubt)
+    assert doubts == [True, False]
+    for i, (begin, end) in enumerate([(13.0, 17.0), (17.0, 27.0)], start=10):
+        model.started(i, 1000, begin)
+        model.ended(i, end, delivered=True)
+    assert model.left(1000, 27.0) == pytest.approx(10.0, rel=0.1)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
