@@ -62,9 +62,21 @@ def overlaps(serving: Serving, result: str) -> float:
     return serving.metric("vllm:cacheflow_overlaps", result=result)
 
 
+def store_again(serving: Serving, number: int) -> None:
+    """A block that was corrupt is gone; ``number``: another one each time."""
+    serving.steer(again=number)
+
+    def whole() -> bool:
+        serving.generate([LONG], "load", 1)
+        return serving.found == [len(LONG) // BLOCK * BLOCK]
+
+    assert serving.comes(whole, lambda: serving.generate([LONG], "recompute", 1))
+
+
 @pytest.mark.parametrize("policy", ["load", "adaptive"])
 def test_goes_on_under_its_last_loads(serving: Serving, expected: Expected, policy: str) -> None:
     """What is behind the prefix is computed while the last layers come, and comes out the same."""
+    store_again(serving, -1)
     serving.steer(seconds=0.01, stores="full")  # or the tail would be stored as well
     before = overlaps(serving, "complete")
 
@@ -75,22 +87,18 @@ def test_goes_on_under_its_last_loads(serving: Serving, expected: Expected, poli
     assert serving.comes(lambda: overlaps(serving, "complete") > before, asked)
 
 
-@pytest.mark.parametrize("fault", ["error", "corrupt", "hang"])
+@pytest.mark.parametrize("fault", ["error", "corrupt"])
 def test_a_load_that_fails_under_a_pass_is_computed(
     serving: Serving, expected: Expected, fault: str
 ) -> None:
-    """vLLM drops what the pass said and takes the request back; others are not disturbed."""
+    """vLLM drops what the pass said and takes the request back; others are not disturbed. (A tier
+    that hangs is set aside for long: that is tried on the miniature.)"""
     before = overlaps(serving, "failed")
     numbers = count()
 
-    def whole() -> bool:
-        serving.generate([LONG], "load", 1)
-        return serving.found == [len(LONG) // BLOCK * BLOCK]
-
     def asked() -> None:
         number = next(numbers)
-        serving.steer(restored=number)  # a block that was corrupt is gone, until it is stored again
-        assert serving.comes(whole, lambda: serving.generate([LONG], "recompute", 1))
+        store_again(serving, number)
         serving.steer(
             seconds=0.01,
             stores="full",
