@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["Detokenizer", "StopFinder"]
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-_LONGEST: Final = 4
-"""A character has at most four bytes, so no more tokens than that can be waiting for its end."""
+_INCOMPLETE: Final = 3
+"""A character has at most four bytes, so of no more of them may the end be to come."""
+_LONGEST: Final = 64
+"""Tokens that are decoded again for the next one at most, in a run that is no text."""
 
 
 class Detokenizer:
@@ -25,26 +27,34 @@ class Detokenizer:
         self._tokens: list[int] = []
         self._start = 0
         """Decoding begins here: what a token looks like may depend on the one before."""
-        self._told = 0
-        """The text of the tokens before this one was told."""
+        self._whole = 0
+        """The text of the tokens before this one was told, to its end."""
+        self._told = ""
+        """What was told of the text that begins with token ``_start``."""
 
     def add(self, token: int) -> str:
         """The text that is certain now; empty while a character is incomplete."""
         self._tokens.append(token)
-        waiting = len(self._tokens) - self._told
-        return self._next(may_wait=waiting <= _LONGEST)
+        now = self._decode(self._tokens[self._start :])
+        if not now.endswith(_REPLACEMENT) or len(self._tokens) - self._whole > _LONGEST:
+            return self._tell_all(now)
+        # Bytes that are no text may be followed by the first ones of a character.
+        unsure = min(len(now) - len(now.rstrip(_REPLACEMENT)), _INCOMPLETE)
+        certain = now[:-unsure]
+        if not certain.startswith(self._told):  # byte by byte, a run looks whole or not at all
+            return ""
+        new, self._told = certain[len(self._told) :], certain
+        return new
 
     def end(self) -> str:
         """What was held back; an incomplete character as U+FFFD."""
-        return self._next(may_wait=False)
+        return self._tell_all(self._decode(self._tokens[self._start :]))
 
-    def _next(self, *, may_wait: bool) -> str:
-        before = self._decode(self._tokens[self._start : self._told])
-        now = self._decode(self._tokens[self._start :])
-        if may_wait and now.endswith(_REPLACEMENT):
-            return ""
-        self._start, self._told = self._told, len(self._tokens)
-        return now[len(before) :]
+    def _tell_all(self, now: str) -> str:
+        new = now[len(self._told) :]
+        self._start, self._whole = self._whole, len(self._tokens)
+        self._told = self._decode(self._tokens[self._start :])
+        return new
 
 
 class StopFinder:
