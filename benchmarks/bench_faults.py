@@ -131,6 +131,7 @@ def record(runs: Sequence[Seen]) -> dict[str, Any]:
         "waited_s": last.waited,
         "strikes": last.strikes,
         "runs": len(runs),
+        "ratios": [run.ratio for run in runs],
         "wrong": last.wrong,
     }
 

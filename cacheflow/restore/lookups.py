@@ -29,7 +29,8 @@ __all__ = ["Lookups"]
 _log = logging.getLogger(__name__)
 
 _GRACE: Final = 0.01
-"""Compute waits this long for lookups: a layer begun on nothing known cannot be taken back."""
+"""Compute waits this long for lookups: a layer begun on nothing known cannot be taken back. Not for
+a tier that somebody has waited for in vain, until it answers again."""
 _PATIENCE: Final = 1.0
 """... and this long where the policy would not recompute what is stored."""
 
@@ -40,6 +41,8 @@ class Lookups:
     def __init__(self, restorer: Restorer, *, allow_lossy: bool) -> None:
         self._restorer = restorer
         self._allow_lossy = allow_lossy
+        self._owing: set[str] = set()
+        """Tiers that have not answered since a request waited for them in vain."""
 
     async def ask(self, job: Job, policy: Policy) -> int | None:
         """Ask every tier at once; give them a moment.
@@ -75,10 +78,16 @@ class Lookups:
         wanted = policy.load(0.0, 1.0) or job.spec.fed
         if not (restorer.channels and job.spec.prefix_tokens and wanted):
             return False
-        asking = [restorer.group.create_task(self._ask(job, name)) for name in restorer.channels]
+        owing = self._owing if patience <= _GRACE else ()
+        asking = {
+            restorer.group.create_task(self._ask(job, name)): name for name in restorer.channels
+        }
         for task in asking:
             restorer.spawn(job, task)
-        _, late = await asyncio.wait(asking, timeout=patience)
+        if awaited := [task for task, name in asking.items() if name not in owing]:
+            await asyncio.wait(awaited, timeout=patience)
+        late = {name for task, name in asking.items() if not task.done()}
+        self._owing |= late
         return not late
 
     async def _ask(self, job: Job, name: str) -> None:
@@ -96,6 +105,7 @@ class Lookups:
             _log.warning("tier %s: lookup failed, going on without it: %s", name, reason)
         else:
             found = located.found
+            self._owing.discard(name)
             if job.agreed is not None:
                 return  # too late: the ranks have agreed on what there is
             job.located[name] = located

@@ -15,7 +15,7 @@ from cacheflow.costs import ComputeModel
 from cacheflow.errors import BackendError
 from cacheflow.kv import chunk_keys
 from cacheflow.memory import StagingPool
-from cacheflow.restore import Restorer, RestoreRequest
+from cacheflow.restore import Restorer, RestoreRequest, lookups
 from cacheflow.restore.transfer import verify_pieces
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.testing.engine import FakeEngine
@@ -255,6 +255,27 @@ class Hung(MemoryBackend):
     def let_go(self) -> None:
         for hold in self.held:
             hold.release()
+
+
+async def test_a_tier_that_owes_an_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first request waits the moment that lookups have; those behind it do not, until the tier
+    answers again: then what it has is loaded."""
+    silent = asyncio.Event()
+
+    async def hang(*_: object) -> None:
+        await silent.wait()
+
+    async with rig() as r:
+        real, r.store.before_lookup = r.store.before_lookup, hang
+        assert (await r.restore("first", "adaptive")).recomputed_share == 1.0
+        monkeypatch.setattr(lookups, "_GRACE", 60.0)
+        async with asyncio.timeout(20):
+            assert (await r.restore("second", "adaptive")).recomputed_share == 1.0
+        r.store.before_lookup = real
+        assert (await r.restore("third")).recomputed_cells == 0
+        assert not r.restorer._lookups._owing
 
 
 async def test_a_lookup_error_is_one_of_ours() -> None:
