@@ -35,6 +35,8 @@ class Grant:
     """Leases that are to be released one by one."""
     looked_up: bool = False
     """One more, of lookups."""
+    is_late: bool = False
+    """It should have been filled by now."""
 
 
 class Grants:
@@ -52,7 +54,10 @@ class Grants:
         self._reading: OrderedDict[_Name, Grant] = OrderedDict()
         self._writing: OrderedDict[_Name, Grant] = OrderedDict()
         """Both by when they end."""
+        self._late: dict[_Name, Grant] = {}
+        """What should have been filled by now, and may still be written to."""
         self.uncommitted_bytes = 0
+        """Of slots to be filled that are not late."""
 
     @property
     def leases(self) -> int:
@@ -63,12 +68,16 @@ class Grants:
     def in_use(self) -> int:
         """Slots that somebody is reading or filling: looked up alone does not count."""
         reading = sum(grant.count > 0 for grant in self._reading.values())
-        return reading + len(self._writing)
+        return reading + self.uncommitted
 
     @property
     def uncommitted(self) -> int:
         """Slots to be filled."""
-        return len(self._writing)
+        return len(self._writing) + len(self._late)
+
+    def is_filling(self, client: str) -> bool:
+        """Whether ``client`` has slots to fill, late ones included."""
+        return any(name[0] == client for grants in (self._writing, self._late) for name in grants)
 
     # -- giving --------------------------------------------------------------------------------
 
@@ -100,9 +109,12 @@ class Grants:
         self, client: str, generation: int, offset: int, nbytes: int, *, writing: bool
     ) -> Hold | None:
         """See :class:`cacheflow.pool.Access`. From any thread."""
-        grants = self._writing if writing else self._reading
+        name = (client, generation)
         with self._lock:
-            grant = grants.get((client, generation))
+            if writing:
+                grant = self._writing.get(name) or self._late.get(name)
+            else:
+                grant = self._reading.get(name)
             if grant is None:
                 return None
             slot = grant.slot
@@ -133,15 +145,16 @@ class Grants:
     def filled(self, client: str, generation: int) -> Slot | None:
         """The client writes no more; the slot, if it was his to fill."""
         with self._lock:
-            grant = self._writing.pop((client, generation), None)
+            name = (client, generation)
+            grant = self._writing.pop(name, None) or self._late.pop(name, None)
         if grant is None:
             return None
         self._over(grant)
         return grant.slot
 
     def expired(self, now: float) -> list[Grant]:
-        """End the leases that are over; those that should have filled a slot by now stay: they may
-        be writing."""
+        """End the leases that are over. Slots that should have been filled by now are named once;
+        they stay with their clients, who may be writing, but nobody waits for them any more."""
         while self._reading:
             name, grant = next(iter(self._reading.items()))
             if grant.until > now:
@@ -150,9 +163,14 @@ class Grants:
                 del self._reading[name]
             self._over(grant)
         late = []
-        for grant in self._writing.values():
+        while self._writing:
+            name, grant = next(iter(self._writing.items()))
             if grant.until > now:
                 break
+            with self._lock:
+                self._late[name] = self._writing.pop(name)
+            grant.is_late = True
+            self.uncommitted_bytes -= grant.slot.info.nbytes
             late.append(grant)
         return late
 
@@ -164,7 +182,7 @@ class Grants:
     def dismiss(self, client: str) -> list[Slot]:
         """All leases of ``client`` end, and so do its rights to write; returns those slots."""
         unfilled = []
-        for grants in (self._reading, self._writing):
+        for grants in (self._reading, self._writing, self._late):
             with self._lock:
                 mine = [grants.pop(name) for name in list(grants) if name[0] == client]
             for grant in mine:
@@ -176,11 +194,11 @@ class Grants:
     def _over(self, grant: Grant) -> None:
         slot = grant.slot
         slot.hold.release()
-        if grant.writing:
-            self.uncommitted_bytes -= slot.info.nbytes
-        else:
+        if not grant.writing:
             self._ended(slot)
+        elif not grant.is_late:
+            self.uncommitted_bytes -= slot.info.nbytes
         self._tell()
 
     def _tell(self) -> None:
-        self._changed(len(self._reading) + len(self._writing))
+        self._changed(len(self._reading) + self.uncommitted)

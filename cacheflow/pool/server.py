@@ -124,7 +124,7 @@ class StoreServer:
         if self._listener is not None:
             self._listener.close()
         for session in list(self._sessions.values()):
-            session.cut("the store stops")
+            session.end()
         await self._until(lambda: not self._sessions, _CLOSE_SECONDS)
 
     def changed(self) -> None:

@@ -16,7 +16,7 @@ from cacheflow.errors import CacheFlowError, IntegrityError
 from cacheflow.kv import encode_header, parse_name
 from cacheflow.pool import messages as m
 from cacheflow.pool.frames import FIRST_BODY, Kind, read_frame
-from cacheflow.pool.sockets import watch_stream
+from cacheflow.pool.sockets import end_sending, watch_stream
 from cacheflow.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class Session:
         self._scanned: list[tuple[ObjectKey, bytes | None]] = []
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._writer: asyncio.StreamWriter | None = None
+        self._is_cut = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Until the client goes, or has to."""
@@ -83,6 +84,8 @@ class Session:
             async with asyncio.TaskGroup() as group:
                 tasks: set[asyncio.Task[None]] = set()
                 while (frame := await read_frame(reader)) is not None:
+                    if self._is_cut:
+                        continue  # until it goes
                     await self._turns.acquire()
                     task = group.create_task(self._answer(frame))
                     tasks.add(task)
@@ -95,9 +98,26 @@ class Session:
             await self._end()
 
     def cut(self, reason: str) -> None:
-        """Disconnect the client."""
-        if self._writer is not None and not self._writer.is_closing():
+        """Disconnect the client.
+
+        One that may still write by itself, what it was to fill or what is there by then, is asked
+        to go and heard no more: its slots are its own until its connection is over.
+        """
+        if self._writer is None or self._writer.is_closing() or self._is_cut:
+            return
+        self._is_cut = True
+        target = self._targets.get(self.transport)
+        is_writing = target is not None and not target.shuts_out
+        if is_writing and self._directory.grants.is_filling(self.name):
+            _log.warning("client %s: %s: its slots are kept until it goes", self.client, reason)
+            end_sending(self._writer)
+        else:
             _log.warning("client %s: cut off: %s", self.client, reason)
+            self._writer.transport.abort()
+
+    def end(self) -> None:
+        """The store stops, and nobody writes into it any more."""
+        if self._writer is not None:
             self._writer.transport.abort()
 
     async def _end(self) -> None:
@@ -172,7 +192,7 @@ class Session:
 
     async def _send(self, frame: bytes) -> None:
         assert self._writer is not None
-        if self._writer.is_closing():
+        if self._writer.is_closing() or self._is_cut:
             return
         self._writer.write(frame)
         try:

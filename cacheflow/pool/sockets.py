@@ -9,12 +9,13 @@ for as long as the store lives.
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from asyncio import StreamWriter
 
-__all__ = ["watch_socket", "watch_stream"]
+__all__ = ["end_sending", "watch_socket", "watch_stream"]
 
 _PROBES: Final = 3
 
@@ -38,6 +39,16 @@ def watch_socket(connection: _Options, seconds: float) -> None:
     ):
         if (option := getattr(socket, name, None)) is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def end_sending(writer: StreamWriter) -> None:
+    """The other side hears that there is no more to come, and may end the connection; below TLS,
+    which cannot say so. What has not been sent yet would be lost: then it hears nothing."""
+    connection = writer.get_extra_info("socket")
+    if connection is None or writer.transport.get_write_buffer_size():
+        return
+    with suppress(OSError), socket.fromfd(connection.fileno(), connection.family, 0) as same:
+        same.shutdown(socket.SHUT_WR)
 
 
 def watch_stream(writer: StreamWriter, seconds: float) -> None:

@@ -104,6 +104,10 @@ class Target(Protocol):
     """The store's half: one for all clients. ``client`` names a connection, not a process."""
 
     name: str
+    shuts_out: bool
+    """Whether :meth:`dismiss` stops a client that goes on writing. Where clients write by
+    themselves (RDMA, shared memory) nothing does: what one was to fill is kept until its connection
+    is over."""
 
     async def admit(self, client: str, hello: bytes) -> bytes:
         """A client said ``hello``; the answer for it, at most 64 KiB.

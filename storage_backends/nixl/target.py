@@ -41,6 +41,7 @@ class NixlTarget:
     """Use :meth:`open`."""
 
     name: Final = "nixl"
+    shuts_out: Final = False
 
     def __init__(self, reactor: Reactor, hello: Hello) -> None:
         self._reactor = reactor

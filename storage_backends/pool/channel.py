@@ -1,7 +1,8 @@
 """The side channel to one store: questions out, answers in, many at a time on one connection.
 
 Belongs to one event loop. Nothing is tried again here: a connection that breaks is over, and
-everybody who waits for an answer hears of it.
+everybody who waits for an answer hears of it. Its end tells the store that nobody writes to slots
+that it gave over it: it is not closed before that is true.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Channel:
         self._writer = writer
         self._numbers = count(1)
         self._waiting: dict[int, _Question] = {}
+        self._holds = 0
         self._task = asyncio.create_task(self._listen())
 
     @classmethod
@@ -97,6 +99,17 @@ class Channel:
         """Say something whose answer is of no interest. Does not wait."""
         with suppress(BackendError):  # then the store knows: it has lost us
             self._send(_KINDS[type(request)], request)
+
+    def hold(self) -> None:
+        """Something may write to a slot of this connection: the store hears of its end when
+        :meth:`let_go` was called as often."""
+        self._holds += 1
+
+    def let_go(self) -> None:
+        """It does not any more."""
+        self._holds -= 1
+        if self._holds == 0 and self.ended.done():
+            self._writer.transport.abort()
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -145,7 +158,8 @@ class Channel:
         if self.ended.done():
             return
         self.ended.set_result(None)
-        self._writer.transport.abort()
+        if self._holds == 0:
+            self._writer.transport.abort()
         for answer, _ in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._error(Kind.ERROR, reason))

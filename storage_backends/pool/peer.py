@@ -141,6 +141,17 @@ class Peer:
             self._suspect(channel)
             raise
 
+    def connection(self) -> tuple[Channel, Link]:
+        """That which is in use now, and its link.
+
+        Raises:
+            BackendError: there is none.
+        """
+        if self._channel is None or self.link is None:
+            reason = "there is no connection"
+            raise BackendError(reason, operation="ask", context=self.name, is_temporary=True)
+        return self._channel, self.link
+
     def delivered(self, link: Link) -> None:
         """A transfer over ``link`` ended well."""
         if self.link is link:

@@ -45,6 +45,7 @@ class TcpTarget:
     """Over ``arena``; made by :meth:`listening`."""
 
     name = "tcp"
+    shuts_out = True
 
     def __init__(
         self, listener: socket.socket, arena: Buffer, access: Access, tls: SSLContext | None

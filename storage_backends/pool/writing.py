@@ -1,7 +1,9 @@
 """One store: slots first, then the bytes, then the commit that makes an object visible.
 
 All writes of a batch that go to one store get their slots by one request. A slot that was not
-committed is given back when nothing writes to it any more.
+committed is given back when nothing writes to it any more. A slot belongs to the connection that it
+was given on: it is written over the link of that one and no other, and while it is, that connection
+is kept.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from cacheflow.types import TransferResult, TransferStatus
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cacheflow.pool import Link
     from cacheflow.storage_backends.pool.guard import Guard
     from cacheflow.storage_backends.pool.peer import Peer
     from cacheflow.storage_backends.threads import IoThreads
@@ -35,6 +38,7 @@ _REQUEST_BYTES: Final = 4 << 20
 class _Place(NamedTuple):
     offset: int
     generation: int
+    link: Link
 
 
 class _Ended(NamedTuple):
@@ -98,9 +102,10 @@ class Storing:
             return _Ended(TransferStatus.FAILED, error)
 
     async def _transfer(self, peer: Peer, at: int, place: _Place) -> None:
-        link = peer.link
-        if link is None:
-            raise BackendError("the store is down", operation="store", context=peer.name)
+        link = place.link
+        if link is not peer.link:
+            reason = "the connection is over that its slot was given on"
+            raise BackendError(reason, operation="store", context=peer.name, is_temporary=True)
         pieces, offset = [], place.offset
         for buffer in self._guards[at].buffers:
             if buffer.nbytes:
@@ -148,16 +153,21 @@ class Storing:
 
     async def _open(self, peer: Peer) -> dict[int, _Place | str]:
         places: dict[int, _Place | str] = {}
-        for batch in self._batches(self._groups[peer]):
-            headers = tuple(header for _, header in batch)
-            request, late = messages.Alloc(headers=headers), partial(_give_back, peer)
-            answer = await peer.ask(request, messages.AllocReply, late, is_work=True)
-            for (at, _), (offset, generation, refusal) in zip(batch, answer.slots, strict=False):
-                if refusal:
-                    places[at] = refusal
-                    continue
-                places[at] = _Place(offset, generation)
-                self._guards[at].when_over(partial(self._abandon, peer, generation))
+        connection, link = peer.connection()
+        connection.hold()
+        try:
+            for batch in self._batches(self._groups[peer]):
+                headers = tuple(header for _, header in batch)
+                request, late = messages.Alloc(headers=headers), partial(_give_back, peer)
+                answer = await peer.ask(request, messages.AllocReply, late, is_work=True)
+                for (at, _), (offset, number, no) in zip(batch, answer.slots, strict=False):
+                    places[at] = no or _Place(offset, number, link)
+                    if not no:
+                        connection.hold()
+                        self._guards[at].when_over(partial(self._abandon, peer, number))
+                        self._guards[at].when_over(connection.let_go)
+        finally:
+            connection.let_go()
         return places
 
     def _batches(self, group: Sequence[int]) -> list[list[tuple[int, bytes]]]:

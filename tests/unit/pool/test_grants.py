@@ -141,13 +141,15 @@ async def test_a_client_that_goes_leaves_nothing(arena: Arena) -> None:
 
 
 async def test_slots_to_be_filled_are_late_but_stay(arena: Arena) -> None:
-    """A slot that was not committed in time is named with its client and taken from nobody: he may
-    be writing to it."""
+    """A slot that was not committed in time is named once with its client and taken from nobody: he
+    may be writing to it. Others need not wait for it any more."""
     grants = Grants()
     slot = await put(arena, 1)
     grants.to_fill("one", slot, 5.0)
     assert grants.next_end() == 5.0
     assert [grant.client for grant in grants.expired(6.0)] == ["one"]
+    assert grants.expired(7.0) == []
+    assert (grants.next_end(), grants.uncommitted, grants.uncommitted_bytes) == (None, 1, 0)
     assert grants.enter("one", slot.generation, slot.offset, SIZE, writing=True) is not None
     assert grants.filled("one", slot.generation) is slot
     assert grants.filled("one", slot.generation) is None
