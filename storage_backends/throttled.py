@@ -107,19 +107,21 @@ class _Pipe:
 
 
 class Link:
-    """A serial pipe in each direction. ``bandwidth`` in bytes a second (0: unlimited), ``latency``
-    in seconds.
+    """A serial pipe in each direction, or one for both (``duplex`` is False), as a disk is.
+    ``bandwidth`` in bytes a second (0: unlimited), ``latency`` in seconds.
 
     Share one object between backends to let them share one link. Belongs to one event loop.
     """
 
-    def __init__(self, bandwidth: float = 0.0, latency: float = 0.0) -> None:
+    def __init__(
+        self, bandwidth: float = 0.0, latency: float = 0.0, *, duplex: bool = True
+    ) -> None:
         if bandwidth < 0 or latency < 0:
             raise ValueError("bandwidth and latency cannot be negative")
         self.bandwidth = bandwidth
         self.latency = latency
         self._down = _Pipe(self)
-        self._up = _Pipe(self)
+        self._up = _Pipe(self) if duplex else self._down
 
     def receive(self, nbytes: int) -> Transfer:
         """Queue ``nbytes`` on the way to us."""
@@ -138,6 +140,8 @@ class ThrottledOptions(Options):
     inner_options: dict[str, object] = Field(default_factory=dict)
     bandwidth: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Bytes a second in each direction; 0 is unlimited."""
+    duplex: bool = True
+    """False: reads and writes share the bandwidth."""
     latency: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Seconds added to every lookup, read and write."""
 
@@ -159,7 +163,8 @@ class ThrottledBackend(StorageBackend):
         parsed = ThrottledOptions.parse(cls.name, options)
         found = await asyncio.to_thread(load_backend, parsed.inner)  # reads files, imports modules
         inner = await found.open(parsed.inner_options)
-        return cls(inner, Link(parsed.bandwidth, parsed.latency), owns_inner=True)
+        link = Link(parsed.bandwidth, parsed.latency, duplex=parsed.duplex)
+        return cls(inner, link, owns_inner=True)
 
     async def lookup(self, keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
         self._check()

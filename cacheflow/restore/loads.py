@@ -57,9 +57,11 @@ class LoadDriver:
         self._restorer.spawn(job, task)
         self._unstarted.add(load.id)
         self.in_flight += 1
+        self._restorer.traffic.began(self.channel)
 
         def ended(_: asyncio.Task[None]) -> None:
             self.in_flight -= 1
+            self._restorer.traffic.ended(self.channel)
             # A task cancelled before its first step never reaches its own clean-up.
             if load.id in self._unstarted:
                 self._unstarted.discard(load.id)

@@ -16,13 +16,13 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.cores import usable_cores
+from cacheflow.tiers.write_behind import MOMENT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
 __all__ = ["Pace"]
 
-_MOMENT: Final = 0.01
 _SHARE: Final = 0.1
 """Of the time that passes while tokens are decoded, what work takes where it has no core of its
 own: a turn of 2 ms, then 18 ms of rest, which is about one turn a token."""
@@ -40,7 +40,7 @@ class Pace:
         self,
         is_decoding: Callable[[], bool] = lambda: False,
         *,
-        moment: float = _MOMENT,
+        moment: float = MOMENT,
         share: float | None = None,
     ) -> None:
         self._is_decoding = is_decoding
@@ -54,6 +54,11 @@ class Pace:
         self._is_taken = False
         self._rest: asyncio.TimerHandle | None = None
         self._hurries = 0
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether somebody waits for it."""
+        return self._hurries > 0
 
     @contextmanager
     def hurry(self) -> Iterator[None]:

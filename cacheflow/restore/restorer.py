@@ -24,6 +24,7 @@ from cacheflow.restore.lookups import Lookups
 from cacheflow.restore.prefixes import Prefixes
 from cacheflow.restore.sealing import shard_of
 from cacheflow.restore.stage import StageDriver
+from cacheflow.restore.traffic import Traffic
 from cacheflow.tasks import to_the_end
 from cacheflow.types import tell
 
@@ -82,6 +83,7 @@ class Restorer:
         self._drivers: list[asyncio.Task[None]] = []
         self.verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="cacheflow-verify")
         self._compute = ComputeDriver(self)
+        self.traffic = Traffic()
         self._loads = [LoadDriver(self, name) for name in self.channels]
         self.stage = StageDriver(self, recomputer) if isinstance(recomputer, Staged) else None
 

@@ -21,6 +21,7 @@ from cacheflow.kv import Stamp, canonical_tokens, exact_tokens
 from cacheflow.restore.pace import Pace
 from cacheflow.restore.sealing import STAGING_OWNER, Sealer, shard_of
 from cacheflow.restore.tasks import Pulse
+from cacheflow.restore.traffic import Traffic
 from cacheflow.restore.turns import Turns
 from cacheflow.restore.writer import Dropped, Shared, TierWriter
 from cacheflow.restore.writes import Save, Saved
@@ -52,7 +53,7 @@ class Saver:
 
     ``max_bytes``: staging memory for what waits (or None: half of the pool), in equal shares, so
     that a tier that hangs leaves the others theirs. ``policy``: what is worth storing (default:
-    everything). ``stamp``: who stores, written into every chunk.
+    everything). ``stamp``: who stores, written into every chunk. ``traffic``: loads to give way to.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Saver:
         max_bytes: int | None = None,
         policy: WritePolicy | None = None,
         stamp: Stamp = _NOBODY,
+        traffic: Traffic | None = None,
     ) -> None:
         self._engine = engine
         self._staged = staged
@@ -75,8 +77,18 @@ class Saver:
         self._turns = Turns()
         self._pace = Pace(_decoding_of(engine))
         self._shard = shard_of(engine)
+        traffic = traffic or Traffic()
+        traffic.when_quiet(self._pulse.beat)
         shared = Shared(
-            self._shard, staged, self._turns, self._pace, self._pulse, clock, observer, deadline
+            self._shard,
+            staged,
+            self._turns,
+            self._pace,
+            traffic,
+            self._pulse,
+            clock,
+            observer,
+            deadline,
         )
         self._stamp = stamp
         share = (pool.capacity // 2 if max_bytes is None else max_bytes) // max(len(channels), 1)
@@ -266,6 +278,7 @@ class Saver:
         """Somebody waits for ``condition``: until it is true, nothing is held back."""
         if not condition():
             with self._pace.hurry():
+                self._pulse.beat()
                 await self._pulse.until(condition)
 
     def _roomy(self) -> set[str]:

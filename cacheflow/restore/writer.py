@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.restore.seldom import Seldom
 from cacheflow.restore.tasks import on_loop_when_idle
-from cacheflow.restore.writes import MAX_QUEUED, Chunk, WriteQueue
+from cacheflow.restore.writes import Chunk, WriteQueue
 from cacheflow.tasks import no_strays
 from cacheflow.tiers.ranks import rank_here, rank_stored
+from cacheflow.tiers.write_behind import AT_ONCE, MAX_QUEUED, GivingWay
 from cacheflow.types import Codec, LoadOutcome, StoreEnded, TransferStatus
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from cacheflow.clock import Clock
     from cacheflow.restore.pace import Pace
     from cacheflow.restore.tasks import Pulse
+    from cacheflow.restore.traffic import Traffic
     from cacheflow.restore.turns import Turns
     from cacheflow.restore.writes import Save
     from cacheflow.tiers.ranks import Rank
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Dropped", "Shared", "TierWriter"]
 
 _log = logging.getLogger(__name__)
-_MOST_AT_ONCE: Final = 4
-"""Stores in flight in one tier, fewer where the tier suggests so."""
 _KEPT: Final = "kept"
 """Another save stored a copy at least as good while this one waited."""
 _LATE: Final = LoadOutcome.LATE.value
@@ -67,6 +68,7 @@ class Shared:
     staged: StagedCopies
     turns: Turns
     pace: Pace
+    traffic: Traffic
     pulse: Pulse
     clock: Clock
     observer: Observer
@@ -80,10 +82,11 @@ class TierWriter:
     def __init__(self, tier: str, backend: StorageBackend, shared: Shared, max_bytes: int) -> None:
         self.tier = tier
         self.queue = WriteQueue(max_bytes)
-        self.at_once = max(1, min(backend.capabilities.suggested_depth, _MOST_AT_ONCE))
+        self.at_once = max(1, min(backend.capabilities.suggested_depth, AT_ONCE))
         self._backend = backend
         self._shared = shared
         self._seldom = Seldom(shared.clock)
+        self._giving_way = GivingWay()
 
     async def run(self) -> None:
         """Write one after another until cancelled; :attr:`at_once` tasks may run this."""
@@ -91,7 +94,23 @@ class TierWriter:
         # A third party's backend may answer its cancellation with an error, or a result.
         while task is not None and not task.cancelling():
             await self._shared.pulse.until(lambda: queue.ready)
-            await self._write(queue.take())
+            await self._give_way()
+            if queue.ready:
+                await self._write(queue.take())
+
+    async def _give_way(self) -> None:
+        """Requests wait for loads of this tier, and nobody for its stores: unless somebody does,
+        those are few and far between meanwhile."""
+        shared = self._shared
+
+        def is_in_the_way() -> bool:
+            return shared.traffic.is_loading(self.tier) and not shared.pace.is_hurried
+
+        while is_in_the_way() and (wait := self._giving_way.wait(shared.clock.now())):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await shared.pulse.until(lambda: not is_in_the_way())
+        self._giving_way.began(shared.clock.now())
 
     async def offer(self, save: Save, indices: Sequence[int]) -> None:
         """Queue the chunks ``indices`` of ``save`` that the tier needs, the last one first: it is
@@ -200,8 +219,10 @@ class TierWriter:
         deadline = self._shared.deadline
         try:
             async with self._shared.pace.turn(), asyncio.timeout(deadline):
+                start = self._shared.clock.now()
                 with no_strays():
                     result = (await self._backend.store([copy.write]))[0]
+                self._giving_way.took(self._shared.clock.now() - start)
         except TimeoutError:
             return _LATE, f"not there after {deadline:g} s (setting load_deadline)"
         except Exception as error:  # a third party's backend may raise anything: a dropped chunk

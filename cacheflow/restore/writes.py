@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from cacheflow.tiers.ranks import rank_of
 
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from cacheflow.tiers.staged import Copy
     from cacheflow.types import ChunkKey, Segment
 
-__all__ = ["MAX_QUEUED", "Chunk", "Save", "Saved", "WriteQueue"]
-
-MAX_QUEUED: Final = 4096
-"""Chunks of one tier that may wait at a time; more are dropped."""
+__all__ = ["Chunk", "Save", "Saved", "WriteQueue"]
 
 
 @dataclass(slots=True)

@@ -100,6 +100,7 @@ async def open_parts(
         max_bytes=settings.staging_bytes // (len(channels) + 1),
         policy=_write_policy(settings, engine, costs, scheduler, backends),
         stamp=stamp,
+        traffic=restorer.traffic,
     )
     await stack.enter_async_context(saver)
     return Parts(backends, restorer, saver, clock)

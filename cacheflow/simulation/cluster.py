@@ -142,9 +142,15 @@ class Cluster:
     def _ended(self, record: Record) -> None:
         job, placed = self._jobs.pop(record.request_id)
         self._outstanding[record.node] -= job.total_tokens
-        self._placement.served(job, record.node)
+        self._store(job, record.node)
         self._finished(placed, record)
         assert self._workload is not None
         following = self._workload.then(job, record)
         if following is not None:
             self._loop.at(following.arrival, self._arrive, following)
+
+    def _store(self, job: Job, node: int) -> None:
+        for channel, blocks in self._placement.served(job, node).items():
+            queued = self.nodes[node].writers[channel].store(len(blocks))
+            # The last ones of a prefix are queued first: they are the dearest to recompute.
+            self._placement.lost(blocks[: len(blocks) - queued], channel, node)

@@ -104,10 +104,13 @@ class BlockStore:
                 self._order.touch(blocks[index], chance[index], worth(index))
         return there
 
-    def add(self, blocks: Iterable[int]) -> None:
+    def add(self, blocks: Iterable[int]) -> list[int]:
         """Store what is missing of the blocks of one request, in the order of its prefix, and worth
-        its place. The use of the others was counted when they were looked up."""
-        blocks = tuple(blocks)
+        its place. The use of the others was counted when they were looked up.
+
+        Returns those that were written, in that order.
+        """
+        blocks, written = tuple(blocks), []
         skipped = self._keeping.skipped(len(blocks))
         chance, worth = self._keeping.chance(len(blocks)), self._keeping.worth
         for index in self._in_order(len(blocks)):
@@ -118,6 +121,14 @@ class BlockStore:
             elif index >= skipped and self._has_room(worth(index), chance[index]):
                 self._blocks.add(block)
                 self._order.insert(block, 1, worth(index), chance[index])
+                written.append(block)
+        return written[::-1] if self._keeping.heads_last else written
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """These were not stored after all."""
+        for block in blocks:
+            self._blocks.discard(block)
+            self._order.remove(block)
 
     def _has_room(self, worth: float, chance: float) -> bool:
         """Before a block comes in, as in a real tier: what comes in never leaves for itself."""

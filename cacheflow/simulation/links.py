@@ -10,7 +10,7 @@ from collections import deque
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,24 +18,37 @@ if TYPE_CHECKING:
     from cacheflow.simulation.events import EventLoop
     from cacheflow.types import Load
 
-__all__ = ["Link", "Port", "SerialLink", "SharedPipe", "Transfer"]
+__all__ = ["Link", "Port", "SerialLink", "SharedPipe", "Transfer", "Wire"]
 
 
-class Transfer:
-    """One load on the wire. ``start`` and ``stop``: when its bytes were, in virtual seconds."""
+class Wire:
+    """``nbytes`` on the wire. ``start`` and ``stop``: when they were, in virtual seconds."""
 
-    __slots__ = ("load", "ok", "start", "stop")
+    __slots__ = ("nbytes", "start", "stop")
 
-    def __init__(self, load: Load, ok: bool) -> None:
-        self.load = load
-        self.ok = ok
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self.start = self.stop = 0.0
 
 
-class Link(Protocol):
-    """What a node sends its loads over."""
+class Transfer(Wire):
+    """One load on the wire."""
 
-    def send(self, transfer: Transfer, done: Callable[[Transfer], None]) -> None:
+    __slots__ = ("load", "ok")
+
+    def __init__(self, load: Load, ok: bool) -> None:
+        super().__init__(load.nbytes)
+        self.load = load
+        self.ok = ok
+
+
+W = TypeVar("W", bound=Wire)
+
+
+class Link(Protocol):
+    """What a node sends its loads over, and its stores where both share it."""
+
+    def send(self, transfer: W, done: Callable[[W], None]) -> None:
         """Queue ``transfer``; ``done(transfer)`` is called when it has arrived."""
         ...
 
@@ -64,12 +77,12 @@ class SerialLink:
         self._loop = loop
         self._free_at = 0.0
 
-    def send(self, transfer: Transfer, done: Callable[[Transfer], None]) -> None:
+    def send(self, transfer: W, done: Callable[[W], None]) -> None:
         now = self._loop.time
         start = self._free_at if self._free_at > now else now
         rate = self.bandwidth if self.speed is None else self.bandwidth * self.speed(start)
         transfer.start = start
-        transfer.stop = self._free_at = start + transfer.load.nbytes / rate
+        transfer.stop = self._free_at = start + transfer.nbytes / rate
         self._loop.at(transfer.stop + self.latency, done, transfer)
 
 
@@ -121,7 +134,7 @@ class SharedPipe:
     def _push(self, port: Port) -> None:
         transfer, _ = port.queue[0]
         transfer.start = self._loop.time
-        heappush(self._active, (self._served + transfer.load.nbytes, next(self._order), port))
+        heappush(self._active, (self._served + transfer.nbytes, next(self._order), port))
 
     def _arm(self) -> None:
         self._generation += 1
@@ -150,9 +163,9 @@ class Port:
 
     def __init__(self, pipe: SharedPipe) -> None:
         self._pipe = pipe
-        self.queue: deque[tuple[Transfer, Callable[[Transfer], None]]] = deque()
+        self.queue: deque[tuple[Wire, Callable[[Any], None]]] = deque()
 
-    def send(self, transfer: Transfer, done: Callable[[Transfer], None]) -> None:
+    def send(self, transfer: W, done: Callable[[W], None]) -> None:
         self.queue.append((transfer, done))
         if len(self.queue) == 1:
             self._pipe.begin(self)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cacheflow.scheduling import BatchScheduler, Policy
     from cacheflow.simulation.events import EventLoop
     from cacheflow.simulation.links import Link
+    from cacheflow.simulation.writing import WriteBehind
     from cacheflow.types import Coverage, Load, Observer, RequestSpec, Tile, TileWork
 
 __all__ = ["Node"]
@@ -40,7 +41,7 @@ class Node:
     ``fate(load, now)`` decides loads: True delivers, False fails when its bytes have passed, None
     never answers (given up after ``load_deadline``). ``decode_share``: part of the compute that
     decode keeps for itself. ``record``: keep busy intervals; ``timeline``: keep every bar.
-    ``observer`` is told what a restorer's is.
+    ``observer`` is told what a restorer's is. ``writers``: what stores go through, by channel.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Node:
         timeline: bool = False,
         observer: Observer | None = None,
         finished: Callable[[Record], None] | None = None,
+        writers: Mapping[str, WriteBehind] | None = None,
     ) -> None:
         if not 0 <= decode_share < 1:
             raise ValueError(f"decode_share must be in [0, 1), got {decode_share}")
@@ -66,6 +68,7 @@ class Node:
         self.records: dict[str, Record] = {}
         self.compute = Usage()
         self.links = {name: Usage() for name in links}
+        self.writers = dict(writers or {})
         self.timeline: list[Work] | None = [] if timeline else None
         self.unfinished = 0
         """Requests without a first token."""
@@ -258,6 +261,8 @@ class Node:
         self.records[load.request_id].in_flight += 1
         transfer = Transfer(load, outcome is True)
         if outcome is not None:
+            if (writer := self.writers.get(load.channel)) is not None:
+                writer.load_began()
             self._links[load.channel].send(transfer, self._on_load)
         elif self._load_deadline < inf:
             self._loop.at(now + self._load_deadline, self._given_up, transfer)
@@ -283,6 +288,9 @@ class Node:
         if self.timeline is not None:
             self._draw(transfer)
         self._settle(record)
+        # Behind what was just asked for instead: as long as loads follow each other it is one time.
+        if (writer := self.writers.get(load.channel)) is not None:
+            writer.load_ended()
 
     def _count(
         self, load: Load, granted: int, record: Record, usage: Usage, seconds: float

@@ -46,8 +46,13 @@ class Placement(Protocol):
         """What node ``node`` could load for ``job``."""
         ...
 
-    def served(self, job: Job, node: int) -> None:
-        """``job`` has run on ``node``: its blocks are stored now."""
+    def served(self, job: Job, node: int) -> Mapping[str, Sequence[int]]:
+        """``job`` has run on ``node``: its blocks are stored now. Those that are written for it, by
+        channel."""
+        ...
+
+    def lost(self, blocks: Sequence[int], channel: str, node: int) -> None:
+        """``blocks`` that were to be written over ``channel`` found no room in the queue."""
         ...
 
     def nearby(self, job: Job, node: int) -> int:
@@ -84,8 +89,12 @@ class FixedPlacement:
             coverage.append(Coverage(channel, masks, self._stride))
         return Placed(spec, tuple(coverage))
 
-    def served(self, job: Job, node: int) -> None:
-        """Nothing to learn."""
+    def served(self, job: Job, node: int) -> Mapping[str, Sequence[int]]:
+        """Nothing to learn, and nothing to write."""
+        return {}
+
+    def lost(self, blocks: Sequence[int], channel: str, node: int) -> None:
+        """There are none."""
 
     def nearby(self, job: Job, node: int) -> int:
         return 0
@@ -136,9 +145,14 @@ class LearnedPlacement:
         coverage = (Coverage(name, tuple(masks[:reach]), self._stride) for name, masks in found)
         return Placed(spec, tuple(coverage))
 
-    def served(self, job: Job, node: int) -> None:
-        self._shared.add(job.leaves)
-        self._local[node].add(job.leaves)
+    def served(self, job: Job, node: int) -> Mapping[str, Sequence[int]]:
+        local, shared = self._names
+        written = {shared: self._shared.add(job.leaves), local: self._local[node].add(job.leaves)}
+        return {name: blocks for name, blocks in written.items() if name is not None}
+
+    def lost(self, blocks: Sequence[int], channel: str, node: int) -> None:
+        store = self._shared if channel == self._names[1] else self._local[node]
+        store.remove(blocks)
 
     def nearby(self, job: Job, node: int) -> int:
         store = self._local[node]

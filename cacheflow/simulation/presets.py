@@ -75,31 +75,45 @@ MODELS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
-    """A channel: ``bandwidth`` in bytes a second, ``latency`` in seconds."""
+    """A channel: ``bandwidth`` in bytes a second, ``latency`` in seconds.
+
+    ``duplex``: stores have as much again in the other direction, as on a network port or PCIe.
+    Otherwise stores and loads share the bandwidth, as on a flash drive, whose chips do one thing at
+    a time (and write slower than they read, which is not modelled), or under a cap on the bytes of
+    a volume, whichever way they go.
+    """
 
     name: str
     bandwidth: float
     latency: float
     source: str
+    duplex: bool = True
 
 
 LINKS: Final = {
     link.name: link
     for link in (
-        LinkPreset("nvme", 7.0e9, 100e-6, "sequential reads of a PCIe 4.0 x4 SSD, by datasheets"),
+        LinkPreset(
+            "nvme",
+            7.0e9,
+            100e-6,
+            "sequential reads of a PCIe 4.0 x4 SSD, by datasheets",
+            duplex=False,
+        ),
         LinkPreset("pcie4", 25e9, 20e-6, "pinned host memory over PCIe 4.0 x16, about 80 % of 32"),
         LinkPreset("pcie5", 50e9, 20e-6, "pinned host memory over PCIe 5.0 x16, about 80 % of 64"),
     )
 }
 LINKS["dram"] = LinkPreset("dram", LINKS["pcie5"].bandwidth, 20e-6, LINKS["pcie5"].source)
 
-_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)(gbps|mbps|gb/s|mb/s)")
+_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)(gbps|mbps|gb/s|mb/s)(-shared)?")
 _UNITS: Final = {"gbps": 1e9 / 8, "mbps": 1e6 / 8, "gb/s": 1e9, "mb/s": 1e6}
 _NETWORK_LATENCY: Final = 50e-6
 
 
 def load_link(text: str, option: str = "--link") -> LinkPreset:
-    """A preset by name, or a line rate: ``25gbps``, ``0.8gbps``, ``1.5gb/s``. ``option``: who asks.
+    """A preset by name, or a line rate: ``25gbps``, ``0.8gbps``, ``1.5gb/s``, each way;
+    ``1.5gb/s-shared``: for loads and stores together. ``option``: who asks.
 
     Raises:
         ConfigError: neither.
@@ -111,9 +125,10 @@ def load_link(text: str, option: str = "--link") -> LinkPreset:
     if rate is None or not float(rate[1]):
         raise ConfigError(
             f"{option} {text!r} is neither a rate like 10gbps, 25gbps, 40gbps, 80gbps, 100gbps or "
-            f"1.5gb/s nor one of {', '.join(LINKS)}"
+            f"1.5gb/s (or 1.5gb/s-shared) nor one of {', '.join(LINKS)}"
         )
-    return LinkPreset(name, float(rate[1]) * _UNITS[rate[2]], _NETWORK_LATENCY, "line rate")
+    bandwidth, duplex = float(rate[1]) * _UNITS[rate[2]], rate[3] is None
+    return LinkPreset(name, bandwidth, _NETWORK_LATENCY, "line rate", duplex)
 
 
 def load_machine(text: str, *, layers_per_block: int = 4) -> Machine:

@@ -72,6 +72,10 @@ class Summary:
     """Suffix tokens: never restored."""
     failed_loads: int
     dropped_loads: int
+    written_bytes: int
+    """Stored behind the requests, where what is stored depends on the run."""
+    unwritten_bytes: int
+    """Found the queue of stores full."""
 
     def as_json(self) -> dict[str, Any]:
         """All fields, by name."""
@@ -90,6 +94,7 @@ def summarise(
     for record in records:
         for source, cells in record.cells.items():
             sources[source] = sources.get(source, 0.0) + cells / layer_blocks
+    writers = [writer for node in nodes for writer in node.writers.values()]
     arrivals = {record.arrival for record in records}
     closed = len(nodes) == 1 and len(arrivals) == 1
     ttft = Quantiles.of([record.ttft for record in records])
@@ -107,6 +112,8 @@ def summarise(
         computed_tokens=sum(record.suffix_tokens for record in records),
         failed_loads=sum(record.failed_loads for record in records),
         dropped_loads=sum(record.dropped_loads for record in records),
+        written_bytes=sum(writer.written_bytes for writer in writers),
+        unwritten_bytes=sum(writer.dropped_bytes for writer in writers),
     )
 
 

@@ -21,10 +21,11 @@ from cacheflow.simulation.links import SerialLink, SharedPipe
 from cacheflow.simulation.node import Node
 from cacheflow.simulation.placement import FixedPlacement, LearnedPlacement
 from cacheflow.simulation.results import summarise
+from cacheflow.simulation.writing import WriteBehind
 from cacheflow.types import Tile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cacheflow.simulation.bounds import FluidRequest
     from cacheflow.simulation.hardware import Machine
@@ -235,14 +236,19 @@ class _Builder:
         self._loop = loop
         self._observe = observe
         self._options = {"record": record, "timeline": timeline}
-        self._pipes = {
+        self._pipes = self._shared_pipes()
+        self._up = self._shared_pipes()
+        """The other direction of those that have one."""
+
+    def _shared_pipes(self) -> dict[str, SharedPipe]:
+        return {
             channel.name: SharedPipe(
-                loop,
+                self._loop,
                 channel.shared_bandwidth,
                 channel.link.latency,
                 port_bandwidth=channel.link.bandwidth,
             )
-            for channel in scenario.channels
+            for channel in self._scenario.channels
             if channel.shared_bandwidth is not None
         }
 
@@ -252,21 +258,33 @@ class _Builder:
         scheduler = BatchScheduler(compute, self._loop, objective=scenario.objective)
         if scenario.warm:
             self._warm(scheduler, compute)
+        links = {channel.name: self._link(channel, self._pipes) for channel in scenario.channels}
         return Node(
             self._loop,
             scheduler,
             scenario.machine.block_seconds,
-            {channel.name: self._link(channel) for channel in scenario.channels},
+            links,
             index=index,
             fate=self._fate(index),
             decode_share=scenario.decode_share,
             observer=None if self._observe is None else self._observe(index),
             finished=ended,
+            writers={
+                channel.name: self._writer(channel, links[channel.name])
+                for channel in scenario.channels
+            },
             **self._options,
         )
 
-    def _link(self, channel: Channel) -> Link:
-        pipe = self._pipes.get(channel.name)
+    def _writer(self, channel: Channel, link: Link) -> WriteBehind:
+        machine, tokens = self._scenario.machine, self._scenario.chunk_tokens
+        nbytes = machine.block_bytes(tokens) * machine.layer_blocks
+        if channel.link.duplex:
+            link = self._link(channel, self._up)
+        return WriteBehind(self._loop, link, nbytes, tokens)
+
+    def _link(self, channel: Channel, pipes: Mapping[str, SharedPipe]) -> Link:
+        pipe = pipes.get(channel.name)
         if pipe is not None:
             return pipe.port()
         return SerialLink(self._loop, channel.link.bandwidth, channel.link.latency)

@@ -79,6 +79,7 @@ class Rig:
         assert self.restorer.scheduler._requests == {}
         assert self.restorer.scheduler.channel("store").in_flight == 0
         assert self.engine.paused == []
+        assert not self.restorer.traffic.is_loading("store")
 
 
 @asynccontextmanager
@@ -117,6 +118,21 @@ async def test_every_byte_is_what_a_cold_run_computes(policy: str) -> None:
             assert r.store.reads == 0
         if policy == "load":
             assert result.recomputed_cells == 0
+
+
+async def test_while_a_load_is_read_its_tier_counts_as_loaded_from() -> None:
+    """Whoever stores into it gives way; into another tier nobody does."""
+    async with rig() as r:
+        await r.fill(len(TOKENS))
+        seen = []
+
+        async def note(read: Read) -> None:
+            traffic = r.restorer.traffic
+            seen.append((traffic.is_loading("store"), traffic.is_loading("other")))
+
+        r.store.before_read = note
+        await r.restore("load")
+        assert set(seen) == {(True, False)}
 
 
 async def test_nothing_stored_is_a_plain_prefill() -> None:

@@ -142,6 +142,23 @@ def test_directions_are_separate() -> None:
     run(main())
 
 
+def test_directions_may_share_the_bandwidth() -> None:
+    """Where they do a load queues behind the store that came before."""
+
+    async def main() -> None:
+        stored = make_object(1)
+        size = len(stored.data)
+        backend = ThrottledBackend(MemoryBackend(), Link(size, duplex=False))
+        await backend.store([stored.write()])
+        start = now()
+        await asyncio.gather(
+            backend.store([make_object(2).write()]), load_one(backend, stored.key, 0, size)
+        )
+        assert now() - start == pytest.approx(2.0)
+
+    run(main())
+
+
 def test_an_abandoned_load_leaves_the_queue() -> None:
     """Reads of a cancelled load that had not begun cost the next user nothing; the one on the wire
     goes on to its end."""
