@@ -7,6 +7,7 @@ that ``--help`` stays instant.
 from __future__ import annotations
 
 import errno
+import os
 from typing import Annotated, Any, Final
 
 import typer
@@ -33,12 +34,19 @@ from cacheflow.settings import Settings
 __all__ = ["app", "main"]
 
 
+_LAST_STANDARD: Final = 2
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _CleanErrors(TyperGroup):
     """What CacheFlow raises on purpose is a message for a person: one line, exit code 2. So is a
     disk that is full."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:  # of help that is printed before any command is invoked
+            raise SystemExit(_told(error)) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,10 +58,15 @@ class _CleanErrors(TyperGroup):
             )
             raise typer.Exit(2) from None
         except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            typer.echo(f"error: output cannot be written: {error.strerror}", err=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(_told(error)) from None
+
+
+def _told(error: OSError) -> int:
+    """Say that output cannot be written; the exit code. Raises ``error`` if it is another one."""
+    if error.errno not in _FULL:
+        raise error
+    typer.echo(f"error: output cannot be written: {error.strerror}", err=True)
+    return 2
 
 
 app = typer.Typer(
@@ -95,4 +108,13 @@ def _root(
 
 def main() -> None:
     """Entry point of the console script."""
+    hold_standard_streams()
     app()
+
+
+def hold_standard_streams() -> None:
+    """Open the null device where a standard stream is closed (``<&-``): else files and sockets get
+    its number, and libuv aborts the process when it is told to close one of those."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD:
+        pass
+    os.close(descriptor)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -49,9 +49,9 @@ def scrape(url: str, at: float) -> Page:
         ConfigError: nobody answers there, or it is no metrics page.
     """
     url = url if "://" in url else f"http://{url}"
-    if not urllib.parse.urlsplit(url).path.strip("/"):
-        url = f"{url.rstrip('/')}/metrics"
     try:
+        if not urllib.parse.urlsplit(url).path.strip("/"):
+            url = f"{url.rstrip('/')}/metrics"
         with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
             text = answer.read().decode()
         samples = {
@@ -59,7 +59,7 @@ def scrape(url: str, at: float) -> Page:
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
-    except (OSError, urllib.error.URLError, ValueError) as error:
+    except (OSError, HTTPException, ValueError) as error:
         raise ConfigError(f"no metrics at {url}: {error}") from error
     return Page(at, samples)
 

@@ -26,7 +26,8 @@ def top(
         str, typer.Argument(help="Its metrics page, http://HOST:PORT/metrics or HOST:PORT.")
     ],
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.1, help="Seconds between two looks.")
+        float,
+        typer.Option("--interval", "-i", min=0.1, max=86400.0, help="Seconds between two looks."),
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look twice, print, end.")] = False,
     json: AsJson = False,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from cacheflow.errors import ConfigError
 from cacheflow.plugins.transformers.device import fast_dtype
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from cacheflow.types import TileGrid
 
 __all__ = ["Options", "streams_of"]
+
+_MOST_THREADS: Final = 1024
+"""OpenMP ends the process where it cannot start a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Options:
         for name in ("threads", "kv_bytes", "chunk_tokens"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.threads > _MOST_THREADS:
+            raise ConfigError(f"threads must be at most {_MOST_THREADS}, got {self.threads}")
         try:
             self.grid.check(self.chunk_tokens)
         except ValueError as error:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from cacheflow import __version__
@@ -57,12 +58,13 @@ def test_errors_reach_the_shell_as_one_line() -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_output_to_a_full_disk_is_one_line() -> None:
+@pytest.mark.parametrize("arguments", [["simulate", "--requests", "2"], ["--help"]])
+def test_output_to_a_full_disk_is_one_line(arguments: list[str]) -> None:
     """And not the traceback of whoever draws tables."""
     command = "from cacheflow.cli import main; main()"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", command, "simulate", "--requests", "2"],
+            [sys.executable, "-c", command, *arguments],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -70,3 +72,15 @@ def test_output_to_a_full_disk_is_one_line() -> None:
         )
     assert done.returncode == 2
     assert done.stderr.strip() == "error: output cannot be written: No space left on device"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_closed_standard_streams(closed: str, tmp_path: Path) -> None:
+    """Their numbers are not given to files and sockets, which libuv could not close then."""
+    command = f'"{sys.executable}" -c "from cacheflow.cli import main; main()" store ls "$1"'
+    (tmp_path / "tenant").mkdir()
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {closed}", "sh", str(tmp_path)], capture_output=True, check=False
+    )
+    assert done.returncode == 2  # this folder is no store
+    assert bool(done.stderr) is ("2>" not in closed)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from cacheflow.cli import app
 from cacheflow.cli.scrape import Page, between, quantile, scrape
 from cacheflow.cli.top import figures_of, view
+from cacheflow.errors import ConfigError
 from cacheflow.metrics import PrometheusObserver, serve_metrics
 from cacheflow.types import (
     FirstToken,
@@ -88,3 +89,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert short.exit_code == 0, short.output
     gone = CliRunner().invoke(app, ["top", url])
     assert gone.exit_code == 2
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://x:y", "ftp://[", "//"])
+def test_what_is_no_address_is_one_line(url: str) -> None:
+    with pytest.raises(ConfigError, match="no metrics at"):
+        scrape(url, 0.0)
