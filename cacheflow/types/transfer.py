@@ -111,7 +111,7 @@ class TransferStatus(StrEnum):
     LATE = "late"
     """Given up at its deadline; its buffer may still be written, and is held until it is not."""
     REFUSED = "refused"
-    """Not tried: the tier is set aside as sick."""
+    """Not tried: the tier is set aside as sick, or what is no object lies in the object's place."""
 
 
 @dataclass(frozen=True, slots=True)

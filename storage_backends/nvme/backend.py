@@ -227,6 +227,8 @@ class NvmeBackend(StorageBackend):
             self._write(write)
         except CapacityError as error:
             return TransferStatus.FULL, error
+        except IsADirectoryError as error:  # somebody made it by hand: it costs this object
+            return TransferStatus.REFUSED, self._failure(error, "store", str(error.filename))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             failure = self._failure(error, "store", str(self.folder.root), is_temporary=full)

@@ -75,6 +75,18 @@ async def test_a_full_disk(tmp_path: Path, after: int, direct: str) -> None:
     await backend.aclose()
 
 
+async def test_a_folder_in_an_objects_place(tmp_path: Path) -> None:
+    """It costs that object, REFUSED with the place, which is no fault of the tier; others go on."""
+    odd, good = make_object(1), make_object(2)
+    backend = await open_store(tmp_path)
+    file_of(tmp_path, odd).mkdir(parents=True)
+    results = await backend.store([odd.write(), good.write()])
+    assert [result.status for result in results] == [TransferStatus.REFUSED, TransferStatus.OK]
+    assert str(file_of(tmp_path, odd)) in str(results[0].error)
+    assert await backend.lookup([odd.key.chunk, good.key.chunk]) == [[], [good.info]]
+    await backend.aclose()
+
+
 async def test_a_read_error(tmp_path: Path) -> None:
     """A read that the disk fails is FAILED with the reason; reads beside it are not harmed."""
     stored = make_object(1)
