@@ -91,7 +91,9 @@ class Directory:
         self, chunks: Sequence[ChunkKey], client: str | None = None
     ) -> list[list[tuple[Slot | None, ChunkInfo]]]:
         """All objects of each chunk; the slot is None while it is on disk only. ``client`` may read
-        these slots from now on, without asking again."""
+        these slots from now on, without asking again. Nothing is found while the store drains."""
+        if self.is_draining:
+            return [[] for _ in chunks]
         in_memory = await self.tier.lookup(chunks)
         on_disk = await self.spill.lookup(chunks) if self.spill is not None else {}
         found = []
@@ -107,7 +109,10 @@ class Directory:
         return found
 
     async def lease(self, client: str, keys: Sequence[ObjectKey]) -> list[Slot | None]:
-        """Slots that ``client`` may read from now on; what is on disk only is read in first."""
+        """Slots that ``client`` may read from now on; what is on disk only is read in first. Nothing
+        is leased while the store drains."""
+        if self.is_draining:
+            return [None for _ in keys]
         slots = [self._leased(client, key) for key in keys]
         missing = {key for key, slot in zip(keys, slots, strict=True) if slot is None}
         if missing and self.spill is not None:

@@ -190,6 +190,30 @@ async def test_a_drained_store_finishes_and_keeps_what_it_has(
         assert await backend.used_bytes() == sum(each.info.nbytes for each in OBJECTS)
 
 
+async def test_a_store_drains_under_load(tmp_path: Path) -> None:
+    """SIGTERM with requests coming all the while: they get no error, their misses let the store
+    end long before its time is over, and the other store goes on."""
+    options = {"arena": "2MiB", "lease_seconds": 1, "drain_seconds": 600}
+    stores = [StoreProcess(tmp_path / f"log{at}", **options) for at in range(2)]
+    async with started(*stores), opened(*stores) as backend:
+        await fill(backend)
+        await until(lambda: all_there(backend))
+        async with under_load(backend) as load:
+            assert await asyncio.to_thread(stores[0].stop) == 0
+            before = len(load.results)
+            await until(lambda: later(load, before + 2 * len(OBJECTS)))
+        statuses = [result.status for result in load.results[before:]]
+        assert TransferStatus.OK in statuses
+        await asyncio.to_thread(stores[0].start)
+        await fill(backend)
+        await until(lambda: all_there(backend))
+
+
+async def later(load: Load, results: int) -> bool:
+    """So many reads have ended."""
+    return len(load.results) >= results
+
+
 async def test_a_store_that_lost_everything_gets_its_copies_back(tmp_path: Path) -> None:
     """One of two stores that have everything is killed under load and comes back empty: reads go
     on all the time, and it has its copies again without anybody storing them."""

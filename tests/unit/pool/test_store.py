@@ -118,21 +118,26 @@ async def test_bytes_that_are_not_those_promised_are_refused() -> None:
 
 
 async def test_a_draining_store_takes_nothing_new_and_lets_finish() -> None:
-    """While it drains, leases are honoured and released, new objects and new clients refused."""
-    stored = make_object(1)
+    """While it drains, leases are honoured and released, but nothing is found or leased any more;
+    new objects and new clients are refused."""
+    stored, other = make_object(1), make_object(3)
     async with serving(drain_seconds=5.0) as server, client(server) as backend:
-        await store_all(backend, stored)
+        await store_all(backend, stored, other)
+        await backend.lookup([stored.key.chunk])
         await server.directory.lease("somebody", [stored.key])
         draining = asyncio.create_task(server.drain())
         await asyncio.sleep(0)
         assert server.directory.is_draining
-        assert await there(backend, [stored]) == [0]
+        assert await there(backend, [stored, other]) == [0]
+        assert await backend.lookup([stored.key.chunk, other.key.chunk]) == [[], []]
         [result] = await backend.store([make_object(2).write()])
         assert result.status is TransferStatus.REFUSED
         with pytest.raises(OSError, match=r"refused|Connect"):
             await Channel.connect("late", ("127.0.0.1", server.port), None)
         assert not draining.done()
         server.directory.dismiss("somebody")
+        [peer] = backend.members.up
+        peer.places.forget(stored.key)
         await asyncio.wait_for(draining, 5.0)
 
 
