@@ -109,8 +109,8 @@ class Directory:
         return found
 
     async def lease(self, client: str, keys: Sequence[ObjectKey]) -> list[Slot | None]:
-        """Slots that ``client`` may read from now on; what is on disk only is read in first. Nothing
-        is leased while the store drains."""
+        """Slots that ``client`` may read from now on; what is on disk only is read in first. While
+        the store drains nothing is leased."""
         if self.is_draining:
             return [None for _ in keys]
         slots = [self._leased(client, key) for key in keys]
