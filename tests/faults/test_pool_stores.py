@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 LIMIT: Final = 30.0
 """Seconds within which something must happen."""
 OBJECTS: Final = [make_object(number) for number in range(24)]
+CLIENTS: Final = 200 if os.environ.get("CACHEFLOW_FULL") == "1" else 20
 QUICK: Final = {"request_seconds": 0.4, "transfer_seconds": 1.5, "connect_seconds": 0.5}
 
 
@@ -212,6 +215,20 @@ async def test_a_store_drains_under_load(tmp_path: Path) -> None:
 async def later(load: Load, results: int) -> bool:
     """So many reads have ended."""
     return len(load.results) >= results
+
+
+async def test_many_clients_come_back_at_once(tmp_path: Path) -> None:
+    """A store is killed and started again: all of its clients greet it in the same moment, each is
+    served, and none sees an error."""
+    store = StoreProcess(tmp_path / "log", arena="2MiB", spill=tmp_path / "spill")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(started(store))
+        clients = [await stack.enter_async_context(opened(store)) for _ in range(CLIENTS)]
+        await fill(clients[0])
+        await until(lambda: on_disk(tmp_path / "spill", len(OBJECTS)))
+        await asyncio.to_thread(store.kill)
+        await asyncio.to_thread(store.start)
+        await asyncio.gather(*(until(partial(all_there, client)) for client in clients))
 
 
 async def test_a_store_that_lost_everything_gets_its_copies_back(tmp_path: Path) -> None:
