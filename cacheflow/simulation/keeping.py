@@ -32,12 +32,15 @@ class Keeping:
     recent, so that a policy without costs keeps what every continuation needs (as servers that need
     contiguous prefixes must). ``renewed``: what is there already of a request keeps its place in
     that order when the rest is stored; for a policy that counts uses it would be one too many.
+    ``whole(blocks)``: leading blocks in whole tiles. The others are pieces of a tile, and written
+    again when they are computed as a part of all of it.
     """
 
     eviction: EvictionName = "lru"
     worth: Callable[[int], float] = lambda index: 1.0
     chance: Callable[[int], Sequence[float]] = lambda blocks: (1.0,) * blocks
     skipped: Callable[[int], int] = lambda blocks: 0
+    whole: Callable[[int], int] = lambda blocks: blocks
     heads_last: bool = True
     renewed: bool = True
 
@@ -68,7 +71,10 @@ class Keeping:
             tokens = blocks * block_tokens
             return recomputed_anyway(tokens, block_tokens, grid, tile_seconds, block_seconds)
 
-        keeping = cls(eviction, renewed=eviction == "lru")
+        def whole(blocks: int) -> int:
+            return grid.tile(grid.index_at(blocks * block_tokens)).start // block_tokens
+
+        keeping = cls(eviction, renewed=eviction == "lru", whole=whole)
         if eviction == "cost-aware":
             keeping = replace(keeping, worth=worth, chance=chance, heads_last=False)
         return replace(keeping, skipped=skipped) if writes == "planned" else keeping
@@ -85,6 +91,8 @@ class BlockStore:
         self._capacity = capacity
         self._keeping = keeping
         self._blocks: set[int] = set()
+        self._pieces: set[int] = set()
+        """Of them those that were computed as a piece of a tile."""
         self._order = load_eviction(keeping.eviction, int)
 
     def __contains__(self, block: int) -> bool:
@@ -111,23 +119,30 @@ class BlockStore:
         Returns those that were written, in that order.
         """
         blocks, written = tuple(blocks), []
-        skipped = self._keeping.skipped(len(blocks))
+        skipped, whole = self._keeping.skipped(len(blocks)), self._keeping.whole(len(blocks))
         chance, worth = self._keeping.chance(len(blocks)), self._keeping.worth
         for index in self._in_order(len(blocks)):
             block = blocks[index]
             if block in self._blocks:
                 if self._keeping.renewed:
                     self._order.touch(block)
+                if index < whole and block in self._pieces:
+                    self._pieces.remove(block)
+                    self._order.touch(block, chance[index], worth(index))
+                    written.append(block)
             elif index >= skipped and self._has_room(worth(index), chance[index]):
                 self._blocks.add(block)
                 self._order.insert(block, 1, worth(index), chance[index])
                 written.append(block)
+                if index >= whole:
+                    self._pieces.add(block)
         return written[::-1] if self._keeping.heads_last else written
 
     def remove(self, blocks: Iterable[int]) -> None:
         """These were not stored after all."""
         for block in blocks:
             self._blocks.discard(block)
+            self._pieces.discard(block)
             self._order.remove(block)
 
     def _has_room(self, worth: float, chance: float) -> bool:
@@ -137,7 +152,9 @@ class BlockStore:
         if not self._order.admits(1, worth, chance):
             return False
         surplus = len(self._blocks) + 1 - self._capacity
-        self._blocks.difference_update(self._order.victims(surplus, lambda block: False))
+        victims = self._order.victims(surplus, lambda block: False)
+        self._blocks.difference_update(victims)
+        self._pieces.difference_update(victims)
         return True
 
     def _in_order(self, blocks: int) -> Iterable[int]:

@@ -141,6 +141,8 @@ class LearnedPlacement:
         reach = max(
             (i + 1 for _, masks in found for i, mask in enumerate(masks) if mask), default=0
         )
+        # As of a real request: whole tiles, for a piece would not be recomputed to the same bits.
+        reach = min(usable, self._cut.through(reach))
         spec = self._cut.spec(job, reach * self._cut.chunk_tokens)
         coverage = (Coverage(name, tuple(masks[:reach]), self._stride) for name, masks in found)
         return Placed(spec, tuple(coverage))

@@ -76,18 +76,18 @@ def test_fixed_placement_deals_shares_out_from_the_end() -> None:
 
 
 def test_learned_placement_restores_what_was_left() -> None:
-    """Nothing at first; later the prefix up to the last stored block, with holes where blocks were
-    evicted; at least one token is always computed."""
+    """Nothing at first; later the prefix up to the end of the tile with the last stored block, with
+    holes where blocks are not stored; at least one token is always computed."""
     placement = LearnedPlacement(CUT, 100, 2, shared="net", local="dram", local_blocks=2)
     first = named("a", (1, 2, 3))
     assert placement.place(first, 0).spec.prefix_tokens == 0
     placement.served(first, 0)
     placed = placement.place(named("b", (1, 2, 9)), 0)
-    assert placed.spec.prefix_tokens == 1024
+    assert placed.spec.prefix_tokens == 1536
     assert [each.channel for each in placed.coverage] == ["dram", "net"]
     dram, net = (list(map(bool, each.layers)) for each in placed.coverage)
-    assert net == [True, True]
-    assert dram == [True, True]
+    assert net == [True, True, False]
+    assert dram == [True, True, False]
     assert placement.place(first, 1).coverage[0].layers == (0, 0, 0)
     exact = Job("c", 0.0, 1024, hash_ids=(1, 2), leaves=(1, 2))
     assert placement.place(exact, 0).spec.prefix_tokens == 512

@@ -43,6 +43,14 @@ def test_planned_writes_leave_heads_out() -> None:
     assert store.look_up([0, 63]) == [False, True]
 
 
+def test_pieces_of_a_tile_are_written_again_with_all_of_it() -> None:
+    """A block that was computed as a piece is replaced when its tile is whole, once."""
+    store = BlockStore(None, keeping("cost-aware", "all"))
+    assert store.add(range(3)) == [0, 1, 2]
+    assert store.add(range(4)) == [2, 3]
+    assert store.add(range(4)) == []
+
+
 def test_a_store_never_holds_more_than_its_capacity() -> None:
     """Whatever comes, in whatever order."""
     store = BlockStore(5, keeping("cost-aware", "all"))

@@ -122,8 +122,8 @@ def test_links_know_what_carries_both_ways() -> None:
 
 @pytest.mark.no_cover  # seconds of pure Python under a tracer; other tests go the same ways
 def test_stores_cost_those_who_load_only_where_they_share() -> None:
-    """As many bytes are written either way; first tokens come later where loads meet them, on one
-    GPU as on two behind one pipe."""
+    """About as many bytes are written either way; first tokens come later where loads meet them, on
+    one GPU as on two behind one pipe."""
     jobs = list(parse_trace(generate_trace(60, seed=3, gap_ms=300, conversations=8), "made up"))
 
     def summary(link: str, **options: object) -> tuple[float, int, int]:
@@ -136,6 +136,7 @@ def test_stores_cost_those_who_load_only_where_they_share() -> None:
 
     for options in ({}, {"shared_bandwidth": 1.25e9}):
         apart, together = (summary(link, **options) for link in ("10gbps", "10gbps-shared"))
-        assert apart[1:] == together[1:]
-        assert apart[1] > 0 == apart[2]
+        # Which of two turns ends first, and so which pieces are written twice, may differ.
+        assert apart[1] == pytest.approx(together[1], rel=0.01)
+        assert apart[2] == together[2] == 0
         assert apart[0] < together[0] < 1.25 * apart[0]
