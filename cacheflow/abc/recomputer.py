@@ -55,6 +55,7 @@ class Recomputer(Protocol):
         Raises:
             CapacityError: no KV memory is left.
             ConfigError: the prompt is empty or longer than the model's context.
+            ValueError: a request of this id is open; it stays as it is.
         """
         ...
 

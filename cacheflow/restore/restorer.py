@@ -80,6 +80,7 @@ class Restorer:
         self._lookups = Lookups(self, allow_lossy=allow_lossy)
         self._admission = Admission(self, self._lookups, self._prefixes)
         self._group: asyncio.TaskGroup | None = None
+        self._closed = False
         self._drivers: list[asyncio.Task[None]] = []
         self.verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="cacheflow-verify")
         self._compute = ComputeDriver(self)
@@ -96,7 +97,7 @@ class Restorer:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        group, self._group = self._group, None
+        group, self._group, self._closed = self._group, None, True
         jobs = list(self._jobs.values())
         for job in jobs:
             self.fail(job.spec.id, ClosedError("the restorer was closed during a restore"))
@@ -124,6 +125,8 @@ class Restorer:
             Exception: whatever the engine raised; storage failures become recompute instead.
         """
         if self._group is None:
+            if self._closed:
+                raise ClosedError("the restorer is closed")
             raise ClosedError("the restorer is not running; use it inside 'async with'")
         job = self._register(request)
         job.broke_off = broke_off

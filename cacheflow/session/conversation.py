@@ -18,7 +18,7 @@ from cacheflow.session.prompts import (
     stop_set,
     whole_number,
 )
-from cacheflow.session.report import Generation
+from cacheflow.session.report import report_of
 from cacheflow.session.resident import Resident
 from cacheflow.session.turn import Ask, Turn
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from cacheflow.session.flow import CacheFlow
     from cacheflow.session.prompts import Prompt
+    from cacheflow.session.report import Generation
     from cacheflow.session.session import Session
     from cacheflow.session.tenants import Tenant
     from cacheflow.types import ChunkKey, Sampling
@@ -80,6 +81,11 @@ class Conversation:
     def is_idle(self) -> bool:
         """Whether nothing is being done for it."""
         return not self._asking
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its flow has been left."""
+        return self._flow.is_closed
 
     @property
     def wanted(self) -> tuple[float, float, float]:
@@ -136,9 +142,11 @@ class Conversation:
                 or an argument cannot be used.
             CapacityError: the prompt does not fit into the engine's KV memory although no other
                 session holds any. While others do, it waits for them.
-            ClosedError: the session is closed, or was forgotten or closed meanwhile.
+            ClosedError: the session or CacheFlow is closed, or it was forgotten or closed
+                meanwhile.
         """
-        arrival, report = self._flow.clock.now(), report if report is not None else Generation()
+        self._check_open()
+        arrival, report = self._flow.clock.now(), report_of(report)
         new = whole_number("max_new_tokens", max_new_tokens, 1)
         due, stops = seconds("deadline", deadline), stop_set(stop_tokens)
         rank = self.priority if priority is None else whole_number("priority", priority)
@@ -181,7 +189,7 @@ class Conversation:
             CapacityError: as :meth:`generate`.
             ClosedError: as :meth:`generate`.
         """
-        arrival, report = self._flow.clock.now(), report if report is not None else Generation()
+        arrival, report = self._flow.clock.now(), report_of(report)
         tokens: Sequence[int] = self._history[:]
         if prompt is not None:
             chat = self._flow.engine.chat
@@ -251,5 +259,6 @@ class Conversation:
             self._flow.touched(cast("Session", self))
 
     def _check_open(self) -> None:
+        self._flow.check_open()
         if self._closed:
             raise ClosedError(f"{self._kv.name} is closed: ask CacheFlow for a new one")

@@ -6,28 +6,29 @@ import asyncio
 from collections import OrderedDict
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-from cacheflow.errors import ConfigError
+from cacheflow.errors import ClosedError, ConfigError
 from cacheflow.kv import chunk_keys, extend_keys
 from cacheflow.session.background import Background
 from cacheflow.session.carrying import load_session, read_tokens
+from cacheflow.session.common import in_common
 from cacheflow.session.decoding import DecodeLoop
 from cacheflow.session.opening import open_parts
-from cacheflow.session.prompts import agreeing_keys, seconds, whole_number
-from cacheflow.session.room import Room
+from cacheflow.session.prompts import agreeing_keys, folder, seconds, whole_number
 from cacheflow.session.session import Session
 from cacheflow.session.tenants import Tenant, tenant_of
 from cacheflow.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+    from pathlib import Path
     from typing import Any
 
     from cacheflow.abc import Engine, StorageBackend
     from cacheflow.costs import ComputeModel
+    from cacheflow.session.common import Place
     from cacheflow.session.opening import Parts
     from cacheflow.session.resident import Resident
     from cacheflow.types import ChunkKey, Observer
@@ -43,7 +44,7 @@ _REMEMBERED: Final = 1 << 16
 class CacheFlow:
     """Owns the backends, the staging pool and the restorer of one engine. Use :meth:`open`."""
 
-    def __init__(self, settings: Settings, engine: Engine, parts: Parts) -> None:
+    def __init__(self, settings: Settings, engine: Engine, parts: Parts, place: Place) -> None:
         self.settings = settings
         self.engine = engine
         self.backends = parts.backends
@@ -56,7 +57,10 @@ class CacheFlow:
         self._resident: set[Session] = set()
         """Sessions with KV in memory."""
         self._background = Background(parts.clock)
-        self.room = Room(self._resident)
+        self._place = place
+        self.room = place.room
+        self.is_closed = False
+        """Whether it has been left: nothing new begins."""
         self._numbers = count(1)
         self._turns: OrderedDict[str, int] = OrderedDict()
         self._most_turns = 0
@@ -81,18 +85,23 @@ class CacheFlow:
         ``compute``: what is known of this engine's speed already, and learned on from here; then
         the caller keeps what is learned, and none of it comes from or goes to the cache directory.
 
+        Several may be open over one engine, on one event loop; over an engine of several ranks one
+        at a time.
+
         Raises:
-            ConfigError: a setting, a tier or the model cannot be used; says which and why.
+            ConfigError: a setting, a tier, the model or the engine cannot be used; says which and
+                why.
             IntegrityError: a tier's folder holds something else.
         """
         settings = settings or Settings()
         async with AsyncExitStack() as stack:
+            place = stack.enter_context(in_common(engine))
             parts = await open_parts(settings, engine, stack, backends, observer, compute)
-            flow = cls(settings, engine, parts)
+            flow = cls(settings, engine, parts, place)
             await stack.enter_async_context(flow._background.running())
             await stack.enter_async_context(flow.decoding.running())
             stack.push_async_callback(flow.forget)
-            stack.callback(flow.room.close)
+            stack.callback(flow._leave)
             stack.push_async_callback(flow.flush, settings.flush_seconds)
             yield flow
 
@@ -102,23 +111,27 @@ class CacheFlow:
         *,
         tenant: str = "",
         ttl: float | None = None,
-        priority: int = 0,
+        priority: int | None = None,
     ) -> Session:
         """The session of ``tenant`` called ``session_id``, new or known; None: a new one.
 
         It stays known while its KV is in memory, while you hold it, or for ``ttl`` seconds after
-        its last use, when it is closed. ``priority``: of its restores. A tenant finds nothing of
-        what another one stored. What is said of a known session replaces what was said before.
+        its last use, when it is closed. ``priority``: of its restores, 0 of a new one. A tenant
+        finds nothing of what another one stored. What is said of a known session replaces what was
+        said before.
 
         Raises:
             ConfigError: one of these cannot be.
         """
-        known = None if session_id is None else self._sessions.get((tenant, session_id))
+        known = None
+        if isinstance(session_id, str) and isinstance(tenant, str):
+            known = self._sessions.get((tenant, session_id))
         if known is None:
-            owner = tenant_of(tenant, self.settings, self.engine) if tenant else self._tenant
-            return self.new_session(session_id, owner, ttl, priority)
-        known.ttl = seconds("ttl", ttl) if ttl is not None else known.ttl
-        known.priority = priority or known.priority
+            owner = self._tenant if tenant == "" else tenant_of(tenant, self.settings, self.engine)
+            return self.new_session(session_id, owner, ttl, 0 if priority is None else priority)
+        lives = known.ttl if ttl is None else seconds("ttl", ttl)
+        rank = known.priority if priority is None else whole_number("priority", priority)
+        known.ttl, known.priority = lives, rank
         self._background.watch(known)
         return known
 
@@ -138,15 +151,18 @@ class CacheFlow:
         Raises:
             ConfigError: it is no such folder, is of another model, or the session exists.
             IntegrityError: it is damaged. A damaged chunk alone is left out, and recomputed.
+            ClosedError: CacheFlow is closed.
         """
-        contents = await read_tokens(Path(path), self.engine.identity)
+        self.check_open()
+        path = folder("path", path)
+        contents = await read_tokens(path, self.engine.identity)
         owner = tenant_of(tenant, self.settings, self.engine)
         keys = await self.keys_in_pieces(owner.root, contents.tokens, ())
         made = self.new_session(session_id, owner, ttl, priority)
         tiers = sorted(self.backends.values(), key=lambda t: not t.capabilities.persistent)
         try:
             if tiers:
-                await load_session(Path(path), contents, keys, owner.stamp, tiers[0])
+                await load_session(path, contents, keys, owner.stamp, tiers[0])
         except BaseException:
             self.discard(made, ())  # its id is free again at once
             raise
@@ -201,15 +217,26 @@ class CacheFlow:
 
     # -- for its sessions ----------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """Raise ClosedError if CacheFlow has been left."""
+        if self.is_closed:
+            raise ClosedError("CacheFlow is closed")
+
+    def _leave(self) -> None:
+        """Nothing new begins from now on, and nobody waits for memory any more."""
+        self.is_closed = True
+        self.room.changed()
+
     def new_request(self, name: str) -> str:
-        """An id that no request of this flow has had. Ranks of one model, whose sessions have the
-        same turns in whatever order, name their requests alike."""
+        """An id that no request of this flow, or of another one over its engine, has had. Ranks of
+        one model, whose sessions have the same turns in whatever order, name their requests alike:
+        each has one flow."""
         number = self._turns.pop(name, self._most_turns) + 1
         self._turns[name] = number
         if len(self._turns) > _REMEMBERED:
             _, turns = self._turns.popitem(last=False)
             self._most_turns = max(self._most_turns, turns)  # where names begin from now on
-        return f"{name}/{number}"
+        return self._place.request(name, number)
 
     @property
     def residents(self) -> list[Resident]:
@@ -218,7 +245,8 @@ class CacheFlow:
 
     def changed(self, session: Session) -> None:
         """The session holds KV memory now, or holds none any more."""
-        (self._resident.add if session.requests else self._resident.discard)(session)
+        for known in (self._resident, self._place.resident):
+            (known.add if session.requests else known.discard)(session)
         self.room.changed()
 
     def touched(self, session: Session) -> None:

@@ -9,14 +9,16 @@ import asyncio
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from cacheflow.abc import Sampler
 from cacheflow.errors import ConfigError
+from cacheflow.types import Sampling
 
 if TYPE_CHECKING:
     from cacheflow.abc import ChatTemplate, Engine
-    from cacheflow.types import ChunkKey, Sampling
+    from cacheflow.types import ChunkKey
 
 __all__ = [
     "Messages",
@@ -25,6 +27,7 @@ __all__ = [
     "agreeing_keys",
     "check_fits",
     "check_sampling",
+    "folder",
     "read_prompt",
     "seconds",
     "stop_set",
@@ -78,7 +81,9 @@ def check_fits(prompt: Sequence[int], new: int, longest: int) -> None:
 
 
 def check_sampling(sampling: Sampling | None, engine: Engine) -> None:
-    """Raise ConfigError if tokens are to be drawn by an engine that cannot."""
+    """Raise ConfigError if tokens are to be drawn by an engine that cannot, or nobody knows how."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling must be a Sampling, got {sampling!r}")
     if sampling is not None and not isinstance(engine, Sampler):
         raise ConfigError("this engine always takes the likeliest token: leave out the sampling")
 
@@ -101,6 +106,14 @@ def seconds(name: str, value: float | None) -> float | None:
     if not isinstance(value, int | float) or math.isnan(value) or value < 0:
         raise ConfigError(f"{name} must be a number of seconds, got {value!r}")
     return value
+
+
+def folder(name: str, value: Path | str) -> Path:
+    """``value`` as a path; ConfigError names it if it is none."""
+    try:
+        return Path(value)
+    except TypeError:
+        raise ConfigError(f"{name} must be a folder's path, got {value!r}") from None
 
 
 def stop_set(tokens: Collection[int]) -> frozenset[int]:

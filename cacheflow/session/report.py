@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from cacheflow.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from cacheflow.restore import Restoration
     from cacheflow.restore.saver import Saved
 
-__all__ = ["FinishReason", "Generation", "Usage"]
+__all__ = ["FinishReason", "Generation", "Usage", "report_of"]
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
@@ -84,3 +86,10 @@ class Generation:
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was resident or stored somewhere."""
         return self.usage.cached_tokens
+
+
+def report_of(given: Generation | None) -> Generation:
+    """``given``, or a new one; ConfigError if it is something else."""
+    if given is not None and not isinstance(given, Generation):
+        raise ConfigError(f"report must be a Generation, got {type(given).__name__}")
+    return Generation() if given is None else given

@@ -51,6 +51,9 @@ class Resident:
         """How many leading tokens are what is stored, restored here or copied from who did."""
         self._former: str | None = None
         """The request before this one, whose :attr:`tokens` are: until its tiles are shared."""
+        self._opening: str | None = None
+        """The request, while the engine has not said that it is open: not to be closed, for the id
+        may be somebody else's there."""
 
     @property
     def requests(self) -> list[str]:
@@ -125,9 +128,9 @@ class Resident:
         """A new request. The old one stays until whole tiles of it are shared, if there are any."""
         if same < self._flow.engine.grid.tile(0).stop or self._flow.room.is_crowded:
             await self.drop()
-        self._former, self.request = self.request, self._flow.new_request(self._owner.id)
+        request = self._flow.new_request(self._owner.id)
+        self._former, self.request, self._opening = self.request, request, request
         self._rest = prompt
-        request = self.request
         self._flow.changed(self._owner)
 
         async def open_it() -> None:
@@ -141,7 +144,15 @@ class Resident:
                 await self._end([former])
                 await self._flow.engine.open(request, prompt)
 
-        await self._flow.room.wait_for(open_it, self._owner)
+        try:
+            await self._flow.room.wait_for(open_it, self._owner)
+        except BaseException:
+            if self.request == request:
+                self.request, self._former, self._rest = self._former, None, ()
+                self._flow.changed(self._owner)
+            raise
+        finally:
+            self._opening = None
         if self.request != request:
             await self._flow.engine.close(request)
         self._check(request)
@@ -208,11 +219,12 @@ class Resident:
 
     async def drop(self, patience: float = 0.0) -> None:
         """Forget all; ``patience``: seconds for what is still to be stored to find room."""
-        requests = self.requests
+        held = self.requests
+        requests = [each for each in held if each != self._opening]
         self.request = self._former = None
         self.tokens, self.keys, self._rest = [], (), ()
         self._salvaged, self.copied, self._is_part = 0, 0, False
-        if requests:
+        if held:
             with self._flow.room.giving_back():
                 self._flow.changed(self._owner)
                 await self._end(requests, patience)
@@ -226,12 +238,14 @@ class Resident:
         """Hold ``tokens``, whole chunks of which are ``keys``: those that ``request``, another
         session's, begins with, and whose KV is complete there."""
         count = len(tokens)
-        self.request = mine = self._flow.new_request(self._owner.id)
+        self.request = self._opening = mine = self._flow.new_request(self._owner.id)
         try:
             await self.with_room(lambda: self._flow.engine.fork(request, mine, count))
         except BaseException:
             self.request = None
             raise
+        finally:
+            self._opening = None
         if self.request != mine:
             await self._flow.engine.close(mine)
         self._check(mine)

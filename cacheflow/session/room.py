@@ -6,7 +6,6 @@ hold memory come to their end.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,7 +23,8 @@ T = TypeVar("T")
 
 
 class Room:
-    """``resident``: the sessions that hold KV memory, or wait for some, kept by its owner."""
+    """Of one engine. ``resident``: the sessions that hold KV memory there, or wait for some, of all
+    flows over it; kept by its owner."""
 
     def __init__(self, resident: Collection[Session]) -> None:
         self._resident = resident
@@ -32,24 +32,17 @@ class Room:
         """Sessions that were forgotten to make room."""
         self.waited = 0
         """Turns that had to wait for busy sessions."""
-        self._door = asyncio.Lock()
-        """Held by whoever is next; first come, first served."""
-        self._waiting: set[Session] = set()
+        self._line: list[Session] = []
+        """Who waits for room; the first is let in next."""
         self._leaving = 0
         """Sessions that are giving memory back."""
         self._pulse = Pulse()
         self._changes = 0
         """How often anybody gave up memory, or took some."""
-        self._closed = False
 
     def changed(self) -> None:
-        """A session became idle, or holds less memory than before."""
+        """A session became idle, or holds less memory than before; or its flow is closing."""
         self._changes += 1
-        self._pulse.beat()
-
-    def close(self) -> None:
-        """Nobody waits any more."""
-        self._closed = True
         self._pulse.beat()
 
     @contextmanager
@@ -65,7 +58,7 @@ class Room:
     @property
     def is_crowded(self) -> bool:
         """Whether somebody waits, or is just being let in."""
-        return self._door.locked()
+        return bool(self._line)
 
     def is_contended(self, asking: Session) -> bool:
         """Whether ``asking`` would find room if it gave up what it has and waited."""
@@ -96,31 +89,41 @@ class Room:
             CapacityError: there is no room although nobody else holds any.
             ClosedError: CacheFlow is closing.
         """
-        self._waiting.add(asking)
+        self._line.append(asking)
         try:
-            async with self._door:
-                waits = False
-                while True:
-                    before = self._changes
-                    try:
-                        return await self.to(work, asking)
-                    except CapacityError:
-                        if self._closed:
-                            raise ClosedError(
-                                "CacheFlow was closed: no KV memory came free"
-                            ) from None
-                        if not self._is_held(asking):
-                            if self._changes == before:
-                                raise
-                            continue  # they had it when the engine was asked
-                    self.waited += not waits
-                    waits = True
-                    await self._pulse.next()
+            await self._first(asking)
+            waits = False
+            while True:
+                before = self._changes
+                try:
+                    return await self.to(work, asking)
+                except CapacityError:
+                    _check_open(asking)
+                    if not self._is_held(asking):
+                        if self._changes == before:
+                            raise
+                        continue  # they had it when the engine was asked
+                self.waited += not waits
+                waits = True
+                await self._pulse.next()
         finally:
-            self._waiting.discard(asking)
+            self._line.remove(asking)
             self._pulse.beat()
+
+    async def _first(self, asking: Session) -> None:
+        """Until ``asking`` is the first in the line. One whose flow is left does not wait for those
+        of another flow."""
+        while self._line[0] is not asking:
+            _check_open(asking)
+            await self._pulse.next()
 
     def _is_held(self, asking: Session) -> bool:
         """Whether anybody else holds memory; who waits for some holds none."""
-        others = (s is not asking and s not in self._waiting for s in self._resident)
+        others = (s is not asking and s not in self._line for s in self._resident)
         return self._leaving > 0 or any(others)
+
+
+def _check_open(asking: Session) -> None:
+    """Raise ClosedError if its flow has been left."""
+    if asking.is_over:
+        raise ClosedError("CacheFlow was closed: no KV memory came free")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import ConfigError
 from cacheflow.session.advice import Advice, State, advice_of, tell_tiers
 from cacheflow.session.carrying import save_session
 from cacheflow.session.conversation import Conversation
-from cacheflow.session.prompts import agreeing, whole_number
+from cacheflow.session.prompts import agreeing, folder, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from cacheflow.session.carrying import Carried
     from cacheflow.types import ChunkKey
@@ -94,11 +94,12 @@ class Session(Conversation):
         Raises:
             ConfigError: ``path`` exists, or cannot be written.
         """
+        path = folder("path", path)
         await self._flow.flush(self._flow.settings.flush_seconds)
         tokens, keys = self._history[:], self.keys
         keys = await self._flow.keys_in_pieces(self._tenant.root, tokens, keys)
         flow = self._flow
-        return await save_session(Path(path), tokens, keys, flow.engine.identity, flow.backends)
+        return await save_session(path, tokens, keys, flow.engine.identity, flow.backends)
 
     def begin_with(self, tokens: Sequence[int], keys: Sequence[ChunkKey]) -> None:
         """A new session has this history, none of it in memory."""

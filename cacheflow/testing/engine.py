@@ -68,7 +68,8 @@ class FakeEngine:
     # -- contract ------------------------------------------------------------------------------
 
     async def open(self, request_id: str, tokens: Sequence[int]) -> None:
-        assert request_id not in self._tokens, "opened twice"
+        if request_id in self._tokens:
+            raise ValueError(f"request {request_id!r} is already open")
         self._tokens[request_id] = list(tokens)
         self._pages[request_id] = {}
 

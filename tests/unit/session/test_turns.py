@@ -293,6 +293,7 @@ async def test_bad_sessions_and_times(opened: Opened) -> None:
                 flow.session(*arguments)
         for options, message in (
             ({"tenant": 5}, "tenant"),
+            ({"tenant": []}, "tenant"),
             ({"ttl": -1}, "ttl"),
             ({"ttl": float("nan")}, "ttl"),
             ({"priority": 1.5}, "priority"),
@@ -311,6 +312,11 @@ async def test_bad_sessions_and_times(opened: Opened) -> None:
             (session.hint(priority=0), "priority"),
             (session.hint(eta=float("nan")), "eta"),
             (session.export("a\0b"), "NUL|null"),
+            (session.export(None), "path must be a folder's path, got None"),
+            (flow.import_session(5), "path must be a folder's path, got 5"),
+            (session.prefetch([1], report=3), "report must be a Generation, got int"),
+            (anext(session.generate([1], report={})), "report must be a Generation, got dict"),
+            (anext(session.generate([1], sampling=3)), "sampling must be a Sampling, got 3"),
             (flow.import_session("a\0b"), "NUL|null"),
         ):
             with pytest.raises(ConfigError, match=message):
