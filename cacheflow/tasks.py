@@ -7,13 +7,13 @@ is nobody's then. Knows nothing of what is awaited.
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-__all__ = ["all_or_nothing", "no_strays", "to_the_end"]
+__all__ = ["Lasting", "all_or_nothing", "no_strays", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -50,6 +50,26 @@ async def all_or_nothing(making: Awaitable[T], undo: Callable[[T], Awaitable[obj
         if not task.cancelled() and task.exception() is None:
             await to_the_end(undo(task.result()))
         raise
+
+
+class Lasting(AbstractAsyncContextManager[None]):
+    """From ``begin`` to ``end``; where ``begin`` raises there is no end.
+
+    Not a generator: a loop that ends closes all generators at once, also those that others, which
+    it is closing too, are still inside of.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Awaitable[object]], end: Callable[[], Awaitable[object]]
+    ) -> None:
+        self._begin = begin
+        self._end = end
+
+    async def __aenter__(self) -> None:
+        await self._begin()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._end()
 
 
 @contextmanager

@@ -68,6 +68,10 @@ class ComputeDriver:
             for work in batch.work:
                 restorer.scheduler.aborted(work)
                 restorer.fail(work.request_id, error)
+        except BaseException:  # cancelled, with all tasks of an event loop that ends
+            for work in batch.work:
+                restorer.scheduler.aborted(work)
+            raise
         finally:
             for job in jobs:
                 if job is not None:

@@ -8,6 +8,7 @@ still running, which belong to the staging pool's quarantine.
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
@@ -40,8 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Restorer"]
 
+_log = logging.getLogger(__name__)
 _VERIFIERS: Final = 2
 _ANYBODY: Final = Stamp()
+_OVER: Final = (
+    "a task that restores has ended before its time (it was cancelled, or failed: see log)"
+)
 
 
 class Restorer:
@@ -82,6 +87,8 @@ class Restorer:
         self._group: asyncio.TaskGroup | None = None
         self._closed = False
         self._drivers: list[asyncio.Task[None]] = []
+        self._is_over = False
+        """A driver has ended before its time."""
         self.verifiers = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="cacheflow-verify")
         self._compute = ComputeDriver(self)
         self.traffic = Traffic()
@@ -94,7 +101,20 @@ class Restorer:
             self.peers.attach(self.scheduler, self._compute.kick, self.fail)
         runs = [self._compute.run(), *(driver.run() for driver in self._loads)]
         self._drivers = [self._group.create_task(run) for run in runs]
+        for driver in self._drivers:
+            driver.add_done_callback(self._stopped)
         return self
+
+    def _stopped(self, driver: asyncio.Task[None]) -> None:
+        """A driver has ended. Unless the restorer is closing, nobody goes on with its work: it was
+        cancelled with all tasks of an event loop that ends, or has failed."""
+        error = None if driver.cancelled() else driver.exception()
+        if error is not None:
+            _log.error("nothing more is restored: a driver has failed", exc_info=error)
+        if self._group is not None and not self._is_over:
+            self._is_over = True
+            for job in list(self._jobs.values()):
+                self.fail(job.spec.id, ClosedError(_OVER))
 
     async def __aexit__(self, *exc_info: object) -> None:
         group, self._group, self._closed = self._group, None, True
@@ -128,6 +148,8 @@ class Restorer:
             if self._closed:
                 raise ClosedError("the restorer is closed")
             raise ClosedError("the restorer is not running; use it inside 'async with'")
+        if self._is_over:
+            raise ClosedError(_OVER)
         job = self._register(request)
         job.broke_off = broke_off
         outcome = "failed"
@@ -325,15 +347,15 @@ class Restorer:
         self._take_back(job)
         for task in list(job.loads):
             task.cancel()
-        if job.loads:
-            await asyncio.wait(list(job.loads))
-        await self._compute.idle(job)
-        broke_off, job.broke_off = job.broke_off, None
-        if broke_off is not None and job.done.cancelled() and job.admitted:
-            done = self.scheduler.complete_tokens(job.spec.id)
-            known = job.provenance(self.recomputer.grid_id)
-            broke_off(done, [s for s in known if s.stop <= done])
-        try:
+        try:  # to its end even where this is cancelled, by an event loop that ends
+            if job.loads:
+                await asyncio.wait(list(job.loads))
+            await self._compute.idle(job)
+            broke_off, job.broke_off = job.broke_off, None
+            if broke_off is not None and job.done.cancelled() and job.admitted:
+                done = self.scheduler.complete_tokens(job.spec.id)
+                known = job.provenance(self.recomputer.grid_id)
+                broke_off(done, [s for s in known if s.stop <= done])
             for start in self.scheduler.paused_tiles(job.spec.id):
                 await self.recomputer.discard(job.spec.id, start)
         finally:

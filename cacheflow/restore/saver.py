@@ -101,13 +101,15 @@ class Saver:
         self._sealer = Sealer(engine, pool, self._pace)
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_over = False
+        """A task that copies or writes has ended: nothing may be waited for any more."""
 
     async def __aenter__(self) -> Self:
         self._group = await asyncio.TaskGroup().__aenter__()
-        self._spawn(self._capture_all())
+        self._spawn(self._capture_all()).add_done_callback(self._over)
         for writer in self._writers.values():
             for _ in range(writer.at_once):
-                self._spawn(writer.run())
+                self._spawn(writer.run()).add_done_callback(self._over)
         self._staged.settle = self._settle
         return self
 
@@ -130,11 +132,19 @@ class Saver:
             self._pulse.beat()
             self._sealer.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._group is not None
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """The saver is closed; or its task was cancelled with all of a loop that ends."""
+        self._is_over = True
+        self._pulse.beat()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("nothing more is stored: a task of the saver has failed", exc_info=error)
 
     def save(
         self, request_id: str, keys: Sequence[ChunkKey], stamp: Stamp | None = None
@@ -186,7 +196,7 @@ class Saver:
         chunks: Mapping[str, Sequence[int]],
         stamp: Stamp | None,
     ) -> dict[str, Saved]:
-        if self._group is None:
+        if self._group is None or self._is_over:
             raise ClosedError("CacheFlow was closed before this could be saved")
         segments = self._engine.segments(request_id)
         canonical = canonical_tokens(segments, self._engine.grid)
@@ -207,7 +217,8 @@ class Saver:
     async def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is left to store, at most ``timeout`` seconds; returns whether it is.
 
-        What is not stored by then goes on being stored.
+        What is not stored by then goes on being stored. False at once where nothing is stored any
+        more.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -275,11 +286,12 @@ class Saver:
         await self._until(is_settled)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Somebody waits for ``condition``: until it is true, nothing is held back."""
+        """Somebody waits for ``condition``: until it is true, or nobody is left to make it true,
+        nothing is held back."""
         if not condition():
             with self._pace.hurry():
                 self._pulse.beat()
-                await self._pulse.until(condition)
+                await self._pulse.until(lambda: self._is_over or condition())
 
     def _roomy(self) -> set[str]:
         """Tiers for which one more copy may be kept."""

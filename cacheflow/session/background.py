@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from cacheflow.tasks import Lasting
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import Coroutine
+    from contextlib import AbstractAsyncContextManager
 
     from cacheflow.clock import Clock
     from cacheflow.session.session import Session
@@ -32,20 +34,21 @@ class Background:
         self._wake = asyncio.Event()
         self._closed = False
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """What is not done when it ends is given up."""
+        return Lasting(self._begin, self._end)
+
+    async def _begin(self) -> None:
         self.spawn(self._bury())
-        try:
-            yield
-        finally:
-            self._closed = True
-            self._mortal.clear()
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+
+    async def _end(self) -> None:
+        self._closed = True
+        self._mortal.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Do ``work`` behind whoever asks; its failure is logged."""

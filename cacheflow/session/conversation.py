@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from cacheflow.errors import ClosedError
@@ -21,9 +20,11 @@ from cacheflow.session.prompts import (
 from cacheflow.session.report import report_of
 from cacheflow.session.resident import Resident
 from cacheflow.session.turn import Ask, Turn
+from cacheflow.tasks import Lasting
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from cacheflow.session.flow import CacheFlow
     from cacheflow.session.prompts import Prompt
@@ -154,19 +155,27 @@ class Conversation:
         check_fits(tokens, new, self._flow.engine.max_tokens)
         check_sampling(sampling, self._flow.engine)
         ask = Ask(tokens, arrival, policy, rank, None if due is None else arrival + due, sampling)
-        async with self._turn(ask, report, save=save) as (before, turn):
-            await turn.restore(before)
-            self._history = list(tokens)
-            token = await turn.first()
-            while True:
-                self._history.append(token)
-                report.made(token, stops | ends, new)
-                yield token
-                if report.finish_reason is not None:
-                    break
-                token = await turn.next(token)
-            if save:
-                await turn.save()
+        self._overtake(ask)
+        async with self._alone():
+            before, turn = self._begin(ask, report)
+            try:
+                await turn.restore(before)
+                self._history = list(tokens)
+                token = await turn.first()
+                while True:
+                    self._history.append(token)
+                    report.made(token, stops | ends, new)
+                    yield token
+                    if report.finish_reason is not None:
+                        break
+                    token = await turn.next(token)
+                if save:
+                    await turn.save()
+            except BaseException as error:
+                await turn.broke(error, save=save)
+                raise
+            finally:
+                self._after(turn)
 
     async def prefetch(
         self,
@@ -208,31 +217,25 @@ class Conversation:
                     self._prefetch, self._joined = None, prefetch.joined
                     self._after(turn)
 
-    @asynccontextmanager
-    async def _turn(
-        self, ask: Ask, report: Generation, *, save: bool
-    ) -> AsyncGenerator[tuple[Turn | None, Turn]]:
-        """A turn when it is its turn, and the one before it (:meth:`_begin`), however it ends."""
-        self._overtake(ask)
-        async with self._alone():
-            before, turn = self._begin(ask, report)
-            try:
-                yield before, turn
-            except BaseException as error:
-                await turn.broke(error, save=save)
-                raise
-            finally:
-                self._after(turn)
+    def _alone(self) -> AbstractAsyncContextManager[None]:
+        """Nobody else is at the session inside."""
+        return Lasting(self._enter, self._leave)
 
-    @asynccontextmanager
-    async def _alone(self) -> AsyncGenerator[None]:
+    async def _enter(self) -> None:
         self._asking += 1
         try:
-            async with self._busy:
-                yield
-        finally:
-            self._asking -= 1
-            self._flow.room.changed()
+            await self._busy.acquire()
+        except BaseException:
+            self._left()
+            raise
+
+    async def _leave(self) -> None:
+        self._busy.release()
+        self._left()
+
+    def _left(self) -> None:
+        self._asking -= 1
+        self._flow.room.changed()
 
     def _overtake(self, ask: Ask) -> None:
         """A turn or prefetch is about to wait for the session."""

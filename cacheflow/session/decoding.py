@@ -7,22 +7,25 @@ requests, tokens and the engine.
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cacheflow.abc import Sampler
 from cacheflow.errors import CapacityError, ClosedError
-from cacheflow.tasks import to_the_end
+from cacheflow.tasks import Lasting, to_the_end
 
 if TYPE_CHECKING:
     from asyncio import Future
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from cacheflow.abc import Engine
     from cacheflow.types import Sampling
 
 __all__ = ["DecodeLoop"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,18 +45,30 @@ class DecodeLoop:
         self._engine = engine
         self._waiting: dict[str, _Row] = {}
         self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """What waits when it ends fails with ClosedError; a step under way is waited for."""
-        task = asyncio.create_task(self._run())
-        try:
-            yield
-        finally:
-            self._closed = True
-            self._wake.set()
-            await to_the_end(task)
+        return Lasting(self._begin, self._end)
+
+    async def _begin(self) -> None:
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    async def _end(self) -> None:
+        self._closed = True
+        self._wake.set()
+        if self._task is not None:
+            await to_the_end(asyncio.wait([self._task]))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """However it has ended, even before it began: nobody waits for a step any more."""
+        self._closed = True
+        left, self._waiting = self._waiting, {}
+        self._fail(left, _closed())
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the decode loop has failed", exc_info=error)
 
     async def next(self, request_id: str, token: int, sampling: Sampling | None = None) -> int:
         """Append ``token`` to the request; the token after it, the likeliest without ``sampling``.
@@ -66,7 +81,7 @@ class DecodeLoop:
             ClosedError: the request is not open, or CacheFlow is closing.
         """
         if self._closed:
-            raise ClosedError("CacheFlow was closed during a generation")
+            raise _closed()
         made: Future[int] = asyncio.get_running_loop().create_future()
         mine = self._waiting[request_id] = _Row(token, sampling, made)
         self._wake.set()
@@ -86,12 +101,14 @@ class DecodeLoop:
             self._wake.clear()
             while self._waiting and not self._closed:
                 batch, self._waiting = self._waiting, {}
-                await self._step(batch)
+                try:
+                    await self._step(batch)
+                except BaseException:  # cancelled, with all tasks of an event loop that ends
+                    self._fail(batch, _closed())
+                    raise
                 await asyncio.sleep(0)  # those who go on at once take part in the next step
             if not self._closed:
                 await self._wake.wait()
-        left, self._waiting = self._waiting, {}
-        self._fail(left, ClosedError("CacheFlow was closed during a generation"))
 
     async def _step(self, batch: Mapping[str, _Row]) -> None:
         try:
@@ -119,5 +136,11 @@ class DecodeLoop:
         return await self._engine.decode(list(batch), appended)
 
     def _fail(self, batch: Mapping[str, _Row], error: Exception) -> None:
+        """Those who have not been told yet."""
         for row in batch.values():
-            row.made.set_exception(error)
+            if not row.made.done():
+                row.made.set_exception(error)
+
+
+def _closed() -> ClosedError:
+    return ClosedError("CacheFlow was closed during a generation")

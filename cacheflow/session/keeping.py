@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.costs import (
@@ -14,10 +14,12 @@ from cacheflow.costs import (
     channel_key,
     compute_key,
 )
+from cacheflow.tasks import Lasting
 from cacheflow.types import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from cacheflow.abc import Engine
     from cacheflow.scheduling import BatchScheduler
@@ -53,21 +55,25 @@ def _channel_options(tier: TierSettings) -> dict[str, object]:
     return tier.options if tier.codec is Codec.RAW else {**tier.options, "tier codec": tier.codec}
 
 
-@asynccontextmanager
-async def keeping(kept: KeptCosts) -> AsyncIterator[None]:
+def keeping(kept: KeptCosts) -> AbstractAsyncContextManager[None]:
     """Begin with the costs learned once; keep what is learned, now and then and at the end."""
-    kept.prime(*await asyncio.to_thread(kept.read))
     closing = asyncio.Event()
-    keeping = asyncio.create_task(_keep(kept, closing))
-    try:
-        yield
-    finally:
+    tasks: list[asyncio.Task[None]] = []
+
+    async def begin() -> None:
+        kept.prime(*await asyncio.to_thread(kept.read))
+        tasks.append(asyncio.create_task(_keep(kept, closing)))
+
+    async def end() -> None:
         closing.set()
         try:
-            await asyncio.wait([keeping], timeout=_CLOSE_SECONDS)
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
         finally:
-            keeping.cancel()  # the disk hangs
-            await asyncio.wait([keeping])
+            for task in tasks:
+                task.cancel()  # the disk hangs
+            await asyncio.wait(tasks)
+
+    return Lasting(begin, end)
 
 
 async def _keep(kept: KeptCosts, closing: asyncio.Event) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheflow.errors import ClosedError
+from cacheflow.tasks import to_the_end
 from cacheflow.types import Claim, ComputeDone, KVLayout, Shard, Span, TileGrid
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class FakeEngine:
 
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
         loop = asyncio.get_running_loop()
-        return await asyncio.shield(loop.run_in_executor(self._compute, self._walk, batch, claim))
+        walking = loop.run_in_executor(self._compute, self._walk, batch, claim)
+        return await to_the_end(walking)  # until then the thread writes
 
     async def publish(self, request_id: str, parts: Sequence[StagedPart]) -> None:
         loop = asyncio.get_running_loop()

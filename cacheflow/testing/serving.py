@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from cacheflow.errors import CapacityError, ClosedError, ConfigError
 from cacheflow.testing.engine import FakeEngine
-from cacheflow.types import Segment
+from cacheflow.types import Claim, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from cacheflow.abc import ChatTemplate, ClaimLayer
-    from cacheflow.types import ComputeBatch, ComputeDone, Span
+    from cacheflow.types import ComputeBatch, ComputeDone, Span, TileWork
 
 __all__ = ["ServingEngine", "next_token"]
 
@@ -52,6 +52,8 @@ class ServingEngine(FakeEngine):
         self._segments: dict[str, list[Segment]] = {}
         self._ended: dict[str, asyncio.Event] = {}
         """Of compute that is under way, by request."""
+        self._closing: set[str] = set()
+        """Requests that wait for it, and are not open any more."""
         self._fresh: set[str] = set()
         """Requests whose last token was computed last."""
 
@@ -80,14 +82,17 @@ class ServingEngine(FakeEngine):
         await super().extend(request_id, tokens)
 
     async def close(self, request_id: str) -> None:
-        if request_id not in self._tokens:
+        if request_id not in self._tokens or request_id in self._closing:
             return
-        if (running := self._ended.get(request_id)) is not None:
-            await running.wait()
-        if request_id in self._tokens:
+        self._closing.add(request_id)
+        try:
+            while (running := self._ended.get(request_id)) is not None:
+                await running.wait()
             self._segments.pop(request_id, None)
             self._fresh.discard(request_id)
             await super().close(request_id)
+        finally:
+            self._closing.discard(request_id)
 
     async def fork(self, source_id: str, request_id: str, tokens: int) -> None:
         source = self._get(source_id)
@@ -128,15 +133,22 @@ class ServingEngine(FakeEngine):
 
     async def recompute(self, batch: ComputeBatch, claim: ClaimLayer) -> list[ComputeDone]:
         names = [work.request_id for work in batch.work]
+        for name in names:
+            self._get(name)
         self._ended |= {name: asyncio.Event() for name in names}
+
+        def ask(work: TileWork, layer: int) -> Claim:
+            closing = work.request_id in self._closing  # whoever closes it waits: do not go on
+            return Claim.REFUSED if closing else claim(work, layer)
+
         try:
-            ended = await super().recompute(batch, claim)
+            ended = await super().recompute(batch, ask)
         finally:
             for name in names:
                 self._ended.pop(name).set()
         for done in ended:
             name, tile = done.work.request_id, done.work.tile
-            if done.next_layer < self.layout.num_layers or name not in self._tokens:
+            if done.next_layer < self.layout.num_layers or not self._is_open(name):
                 continue
             if done.work.is_suffix:
                 self._segments[name].append(Segment(tile.start, tile.stop, tile.width))
@@ -191,9 +203,12 @@ class ServingEngine(FakeEngine):
     # -- pages ---------------------------------------------------------------------------------
 
     def _get(self, request_id: str) -> list[int]:
-        if request_id not in self._tokens:
+        if not self._is_open(request_id):
             raise ClosedError(f"request {request_id!r} is not open")
         return self._tokens[request_id]
+
+    def _is_open(self, request_id: str) -> bool:
+        return request_id in self._tokens and request_id not in self._closing
 
     def _check(self, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -291,5 +291,9 @@ def tell(observer: Observer, event: Event) -> None:
     """Tell ``observer``; what it raises is logged and reaches nobody (promise 9)."""
     try:
         observer(event)
-    except Exception:  # an observer may raise anything, and must not be able to break serving
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        # An observer may raise anything, and must not be able to break serving. Nothing is awaited
+        # here: a CancelledError is one of its own making, not the end of the task that tells.
         _log.exception("an observer failed on %s", type(event).__name__)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cacheflow.tasks import all_or_nothing, to_the_end
+from cacheflow.tasks import Lasting, all_or_nothing, to_the_end
 
 pytestmark = pytest.mark.both_loops
 
@@ -82,3 +82,25 @@ async def test_an_error_is_the_callers() -> None:
         await all_or_nothing(steps.make(), steps.undo)
     with pytest.raises(OSError, match="no"):
         await to_the_end(steps.make())
+
+
+async def test_what_lasts_ends_once_it_has_begun() -> None:
+    """Whatever happens inside; where it could not begin there is nothing to end."""
+    told: list[str] = []
+
+    async def begin() -> None:
+        told.append("begin")
+
+    async def end() -> None:
+        told.append("end")
+
+    async def fail() -> None:
+        raise RuntimeError("cannot begin")
+
+    with pytest.raises(ValueError, match="inside"):
+        async with Lasting(begin, end):
+            raise ValueError("inside")
+    with pytest.raises(RuntimeError, match="cannot begin"):
+        async with Lasting(fail, end):
+            told.append("never")
+    assert told == ["begin", "end"]

@@ -12,14 +12,14 @@ import pytest
 
 from cacheflow.clock import SystemClock
 from cacheflow.costs import ComputeModel
-from cacheflow.errors import BackendError
+from cacheflow.errors import BackendError, ClosedError
 from cacheflow.kv import chunk_keys, key_root, seal
 from cacheflow.memory import StagingPool, buffer_from
 from cacheflow.restore import Restorer, RestoreRequest
 from cacheflow.scheduling import BatchScheduler, load_policy
 from cacheflow.testing.engine import FakeEngine
 from cacheflow.testing.storage import MemoryBackend
-from cacheflow.types import LoadEnded, LoadOutcome, ObjectKey, RestoreEnded, Span, Write
+from cacheflow.types import LoadEnded, LoadOutcome, ObjectKey, RestoreEnded, Span, Write, tell
 from tests.conftest import FULL
 
 if TYPE_CHECKING:
@@ -373,4 +373,96 @@ async def test_an_observer_that_raises_is_not_noticed() -> None:
         request = RestoreRequest("r", TOKENS, (), restorer.clock.now())
         await restorer.run(request, load_policy("adaptive"))
     assert RestoreEnded.__name__ in seen
+    engine.shutdown()
+
+
+async def test_an_observer_that_lets_a_cancellation_out_is_not_noticed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is the observer's own, and ends no task of ours; what ends a process does pass."""
+    engine, seen = FakeEngine(), 0
+    scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
+
+    def rude(event: Event) -> None:
+        nonlocal seen
+        seen += 1
+        raise asyncio.CancelledError
+
+    pool = StagingPool(1 << 20)
+    async with (
+        asyncio.timeout(60),
+        Restorer(engine, scheduler, {"s": MemoryBackend()}, pool, observer=rude) as restorer,
+    ):
+        for name in ("a", "b"):
+            await engine.open(name, TOKENS)
+            request = RestoreRequest(name, TOKENS, (), restorer.clock.now())
+            await restorer.run(request, load_policy("adaptive"))
+    assert seen > 2
+    assert "an observer failed" in caplog.text
+
+    def ends(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tell(ends, RestoreEnded("r", "", "", 0.0, 0.0, 0.0, 0, 0, 1))
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("which", ["compute", "load"])
+async def test_a_driver_that_ends_before_its_time(
+    which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug of ours in a driver: the requests end with an error, and so do those that come."""
+    engine = FakeEngine()
+    scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
+
+    def broken(*_: object) -> None:
+        raise AssertionError("impossible")
+
+    setattr(scheduler, f"next_{which}", broken)
+    pool = StagingPool(1 << 20)
+    restorer = Restorer(engine, scheduler, {"s": MemoryBackend()}, pool)
+    # In a task of its own, which has ended: the group has nobody to cancel, and says so.
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    await asyncio.create_task(restorer.__aenter__())
+    async with asyncio.timeout(60):
+        await engine.open("r", TOKENS)
+        for _ in range(2):
+            request = RestoreRequest("r", TOKENS, (), restorer.clock.now())
+            with pytest.raises(ClosedError):
+                await restorer.run(request, load_policy("recompute"))
+    assert "a driver has failed" in caplog.text
+    with pytest.raises(BaseExceptionGroup):
+        await restorer.__aexit__(None, None, None)
+    engine.shutdown()
+
+
+async def test_drivers_that_are_cancelled_under_a_request() -> None:
+    """With all tasks of an event loop that ends: who waits for the restore is told."""
+    engine, held, go = FakeEngine(), threading.Event(), threading.Event()
+
+    def hold(work: TileWork, layer: int) -> None:
+        held.set()
+        assert go.wait(60)
+
+    engine.before_layer = hold
+    scheduler = BatchScheduler(ComputeModel(1.0, 1e-3), SystemClock())
+    before = asyncio.all_tasks()
+    pool = StagingPool(1 << 20)
+    async with (
+        asyncio.timeout(60),
+        Restorer(engine, scheduler, {"s": MemoryBackend()}, pool) as restorer,
+    ):
+        drivers = asyncio.all_tasks() - before
+        await engine.open("r", TOKENS)
+        request = RestoreRequest("r", TOKENS, (), restorer.clock.now())
+        task = asyncio.create_task(restorer.run(request, load_policy("recompute")))
+        await asyncio.to_thread(held.wait)
+        for driver in drivers:
+            driver.cancel()
+        go.set()
+        with pytest.raises(ClosedError):
+            await task
+        assert restorer.active_restores == 0
+        await engine.close("r")
     engine.shutdown()
