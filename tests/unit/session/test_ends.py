@@ -16,6 +16,7 @@ import pytest
 from cacheflow.errors import ClosedError
 from cacheflow.session.decoding import DecodeLoop
 from cacheflow.testing.serving import ServingEngine
+from cacheflow.types import Claim, ComputeBatch, TileWork
 from tests.unit.session.conftest import Held, prompt_of
 from tests.unit.session.test_decoding import ready
 from tests.waiting import until
@@ -23,7 +24,6 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cacheflow.types import TileWork
     from tests.unit.session.conftest import Opened
 
 SECONDS = 60.0
@@ -34,6 +34,7 @@ import asyncio, sys
 from pathlib import Path
 from cacheflow import CacheFlow, Settings
 from cacheflow.testing.serving import ServingEngine
+from cacheflow.types import Claim, ComputeBatch, TileWork
 from cacheflow.testing.storage import MemoryBackend
 
 how, folder = sys.argv[1], Path(sys.argv[2])
@@ -169,25 +170,32 @@ async def test_forgetting_when_nothing_is_saved_any_more(opened: Opened) -> None
             await play.ask(session, prompt_of(300))
 
 
-async def test_closing_waits_for_all_compute_and_lets_none_begin(opened: Opened) -> None:
+async def test_closing_waits_for_compute_and_lets_none_begin() -> None:
     """The double's side of :meth:`Engine.close`: a request is closed in the moment of asking."""
-    async with asyncio.timeout(SECONDS), opened() as play:
-        began, go = threading.Event(), threading.Event()
+    engine, began, go = ServingEngine(), threading.Event(), threading.Event()
 
-        def hold(work: TileWork, layer: int) -> None:
-            began.set()
-            assert go.wait(SECONDS)
+    def hold(work: TileWork, layer: int) -> None:
+        began.set()
+        assert go.wait(SECONDS)
 
-        play.engine.before_layer = hold
-        session = play.flow.session("s")
-        turn = asyncio.create_task(play.ask(session, prompt_of(300)))
+    engine.before_layer = hold
+    await engine.open("a", prompt_of(64))
+    first, second = (
+        ComputeBatch((TileWork("a", tile, 0, is_suffix=True),)) for tile in engine.grid.split(0, 64)
+    )
+    async with asyncio.timeout(SECONDS):
+        computing = asyncio.create_task(engine.recompute(first, lambda *_: Claim.WRITE))
         await until(began.is_set)
-        forgetting = asyncio.create_task(session.forget())
-        for _ in range(50):  # as far as it gets
-            await asyncio.sleep(0)
-        assert not forgetting.done()
+        closing = asyncio.create_task(engine.close("a"))
+        await asyncio.sleep(0)
+        refused = asyncio.create_task(engine.recompute(second, lambda *_: Claim.WRITE))
+        await asyncio.sleep(0)
+        assert not closing.done()
         go.set()
-        await forgetting
         with pytest.raises(ClosedError):
-            await turn
-        assert play.engine.open_requests == []
+            await refused
+        (done,) = await computing
+        assert not done.next_layer, "it goes on although somebody waits"
+        await closing
+    assert engine.open_requests == []
+    await engine.aclose()
