@@ -108,11 +108,11 @@ def _root(
 
 def main() -> None:
     """Entry point of the console script."""
-    hold_standard_streams()
+    _hold_standard_streams()
     app()
 
 
-def hold_standard_streams() -> None:
+def _hold_standard_streams() -> None:
     """Open the null device where a standard stream is closed (``<&-``): else files and sockets get
     its number, and libuv aborts the process when it is told to close one of those."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD:

@@ -30,7 +30,6 @@ class LoadDriver:
     def __init__(self, restorer: Restorer, channel: str) -> None:
         self._restorer = restorer
         self.channel = channel
-        self.in_flight = 0
         self._wake = asyncio.Event()
         self._unstarted: set[int] = set()
         """Claimed loads whose task has not taken its first step."""
@@ -56,11 +55,9 @@ class LoadDriver:
         task = self._restorer.group.create_task(self._run(load, job))
         self._restorer.spawn(job, task)
         self._unstarted.add(load.id)
-        self.in_flight += 1
         self._restorer.traffic.began(self.channel)
 
         def ended(_: asyncio.Task[None]) -> None:
-            self.in_flight -= 1
             self._restorer.traffic.ended(self.channel)
             # A task cancelled before its first step never reaches its own clean-up.
             if load.id in self._unstarted:

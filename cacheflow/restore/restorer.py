@@ -310,7 +310,7 @@ class Restorer:
 
     def pending_loads(self) -> dict[str, int]:
         """Loads in flight, by tier."""
-        return {driver.channel: driver.in_flight for driver in self._loads}
+        return {name: self.traffic.loads(name) for name in self.channels}
 
     def quarantined_bytes(self) -> dict[str, int]:
         """Staging memory that waits for given-up I/O to end, by tier."""

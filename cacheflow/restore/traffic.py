@@ -29,9 +29,13 @@ class Traffic:
             for listener in self._listeners:
                 listener()
 
+    def loads(self, tier: str) -> int:
+        """How many loads of ``tier`` are under way."""
+        return self._loads[tier]
+
     def is_loading(self, tier: str) -> bool:
-        """Whether any load of ``tier`` is under way."""
-        return self._loads[tier] > 0
+        """Whether any is."""
+        return self.loads(tier) > 0
 
     def when_quiet(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever the last load of a tier has ended."""
