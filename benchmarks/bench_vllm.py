@@ -4,6 +4,7 @@ make bench-vllm                              # the sweep over delays, some ten m
 make bench-vllm ARGS="campaign"              # 200 random requests: tokens as in plain vLLM
 make bench-vllm ARGS="campaign --requests 50 --seed 2"  # ... a piece of it, other prompts
 make bench-vllm ARGS="decode"                # others' tokens while one request is restored
+make bench-vllm ARGS="stores"                # a restore beside stores on the same line
 make bench-vllm ARGS="restarts"              # vllm serve over one folder, started four times
 make bench-vllm ARGS="all --quick"           # each of them, small
 """
@@ -20,6 +21,7 @@ from typing import Final
 import vllm_campaign
 import vllm_decode
 import vllm_restarts
+import vllm_stores
 import vllm_sweep
 from vllm_engine import arguments
 
@@ -27,6 +29,7 @@ PARTS: Final = {
     "sweep": vllm_sweep,
     "campaign": vllm_campaign,
     "decode": vllm_decode,
+    "stores": vllm_stores,
     "restarts": vllm_restarts,
 }
 

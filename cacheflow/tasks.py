@@ -1,4 +1,4 @@
-"""Awaiting what must not be interrupted half way.
+"""Awaiting what must not be interrupted half way, and what others change.
 
 Cancelling who waits for a thread does not stop the thread: what it is opening, or writing into,
 is nobody's then. Knows nothing of what is awaited.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-__all__ = ["Lasting", "all_or_nothing", "no_strays", "to_the_end"]
+__all__ = ["Lasting", "Pulse", "all_or_nothing", "no_strays", "to_the_end"]
 
 T = TypeVar("T")
 
@@ -87,3 +87,24 @@ def no_strays() -> Iterator[None]:
         if task is None or task.cancelling():
             raise
         raise RuntimeError("it was cancelled from within: nobody here has cancelled it") from error
+
+
+class Pulse:
+    """Tells everybody who waits for a condition that something has changed. For one event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def beat(self) -> None:
+        """Let all waiting tasks look again."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def next(self) -> None:
+        """Wait for the next beat."""
+        await self._event.wait()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until ``condition()`` is true; asked now and after every beat."""
+        while not condition():
+            await self.next()

@@ -25,8 +25,8 @@ from cacheflow.restore.lookups import Lookups
 from cacheflow.restore.prefixes import Prefixes
 from cacheflow.restore.sealing import shard_of
 from cacheflow.restore.stage import StageDriver
-from cacheflow.restore.traffic import Traffic
 from cacheflow.tasks import to_the_end
+from cacheflow.tiers.traffic import Traffic
 from cacheflow.types import tell
 
 if TYPE_CHECKING:

@@ -20,12 +20,11 @@ from cacheflow.errors import ClosedError
 from cacheflow.kv import Stamp, canonical_tokens, exact_tokens
 from cacheflow.restore.pace import Pace
 from cacheflow.restore.sealing import STAGING_OWNER, Sealer, shard_of
-from cacheflow.restore.tasks import Pulse
-from cacheflow.restore.traffic import Traffic
 from cacheflow.restore.turns import Turns
 from cacheflow.restore.writer import Dropped, Shared, TierWriter
 from cacheflow.restore.writes import Save, Saved
-from cacheflow.tasks import to_the_end
+from cacheflow.tasks import Pulse, to_the_end
+from cacheflow.tiers.traffic import Traffic
 from cacheflow.tiers.write_policies import WriteAll
 from cacheflow.types import TransferStatus
 

@@ -1,4 +1,4 @@
-"""Awaiting what other tasks or threads change."""
+"""The event loop told of what ends on other threads."""
 
 from __future__ import annotations
 
@@ -11,28 +11,7 @@ if TYPE_CHECKING:
 
     from cacheflow.memory import InFlight
 
-__all__ = ["Pulse", "on_loop_when_idle"]
-
-
-class Pulse:
-    """Tells everybody who waits for a condition that something has changed. For one event loop."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def beat(self) -> None:
-        """Let all waiting tasks look again."""
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def next(self) -> None:
-        """Wait for the next beat."""
-        await self._event.wait()
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until ``condition()`` is true; asked now and after every beat."""
-        while not condition():
-            await self.next()
+__all__ = ["on_loop_when_idle"]
 
 
 def on_loop_when_idle(hold: InFlight, callback: Callable[[], None]) -> None:

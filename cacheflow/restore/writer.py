@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
@@ -19,7 +18,8 @@ from cacheflow.restore.tasks import on_loop_when_idle
 from cacheflow.restore.writes import Chunk, WriteQueue
 from cacheflow.tasks import no_strays
 from cacheflow.tiers.ranks import rank_here, rank_stored
-from cacheflow.tiers.write_behind import AT_ONCE, MAX_QUEUED, GivingWay
+from cacheflow.tiers.traffic import StoreGate
+from cacheflow.tiers.write_behind import AT_ONCE, MAX_QUEUED
 from cacheflow.types import Codec, LoadOutcome, StoreEnded, TransferStatus
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from cacheflow.abc import StorageBackend
     from cacheflow.clock import Clock
     from cacheflow.restore.pace import Pace
-    from cacheflow.restore.tasks import Pulse
-    from cacheflow.restore.traffic import Traffic
     from cacheflow.restore.turns import Turns
     from cacheflow.restore.writes import Save
+    from cacheflow.tasks import Pulse
     from cacheflow.tiers.ranks import Rank
     from cacheflow.tiers.staged import Copy, StagedCopies
+    from cacheflow.tiers.traffic import Traffic
     from cacheflow.types import Observer, Shard
 
 __all__ = ["Dropped", "Shared", "TierWriter"]
@@ -86,7 +86,14 @@ class TierWriter:
         self._backend = backend
         self._shared = shared
         self._seldom = Seldom(shared.clock)
-        self._giving_way = GivingWay()
+        self._gate = StoreGate(
+            tier,
+            shared.traffic,
+            shared.pulse,
+            shared.clock,
+            # Requests wait for loads, and nobody for stores, unless somebody flushes.
+            lambda: shared.pace.is_hurried,
+        )
 
     async def run(self) -> None:
         """Write one after another until cancelled; :attr:`at_once` tasks may run this."""
@@ -94,23 +101,9 @@ class TierWriter:
         # A third party's backend may answer its cancellation with an error, or a result.
         while task is not None and not task.cancelling():
             await self._shared.pulse.until(lambda: queue.ready)
-            await self._give_way()
+            await self._gate.passed()
             if queue.ready:
                 await self._write(queue.take())
-
-    async def _give_way(self) -> None:
-        """Requests wait for loads of this tier, and nobody for its stores: unless somebody does,
-        those are few and far between meanwhile."""
-        shared = self._shared
-
-        def is_in_the_way() -> bool:
-            return shared.traffic.is_loading(self.tier) and not shared.pace.is_hurried
-
-        while is_in_the_way() and (wait := self._giving_way.wait(shared.clock.now())):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await shared.pulse.until(lambda: not is_in_the_way())
-        self._giving_way.began(shared.clock.now())
 
     async def offer(self, save: Save, indices: Sequence[int]) -> None:
         """Queue the chunks ``indices`` of ``save`` that the tier needs, the last one first: it is
@@ -222,7 +215,7 @@ class TierWriter:
                 start = self._shared.clock.now()
                 with no_strays():
                     result = (await self._backend.store([copy.write]))[0]
-                self._giving_way.took(self._shared.clock.now() - start)
+                self._gate.took(self._shared.clock.now() - start)
         except TimeoutError:
             return _LATE, f"not there after {deadline:g} s (setting load_deadline)"
         except Exception as error:  # a third party's backend may raise anything: a dropped chunk

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from cacheflow.errors import CapacityError, ClosedError
-from cacheflow.restore.tasks import Pulse
+from cacheflow.tasks import Pulse
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator

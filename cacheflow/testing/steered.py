@@ -43,7 +43,8 @@ def steer(control: Path, **wishes: float | str) -> None:
     "error", "corrupt" or "hang"), ``lookup`` seconds, ``stores`` ("full" or "failed": how they
     end), ``clear`` (a new number empties the store). ``head``: all that only for objects whose
     first KV head this is, which one of several ranks has. ``parts``: only loads of a part of an
-    object count, and fail."""
+    object count, and fail. ``shared``: storing an object takes as long, on the line of the
+    loads."""
     temporary = control.with_suffix(".new")
     temporary.write_text(json.dumps(wishes))
     temporary.replace(control)
@@ -103,6 +104,12 @@ class SteeredStore(StorageBackend):
             return _spoiled(result, str(wishes.get("fault"))) if fails else result
         raise BackendError("no result", operation="load")
 
+    async def _in_line(self, seconds: float) -> None:
+        """Wait for those before, and so much longer."""
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now) + seconds
+        await asyncio.sleep(self._free_at - now)
+
     def _fails(self, wishes: Mapping[str, float | str]) -> bool:
         """Whether the load that begins now is to fail; it counts."""
         seen, count = self._state
@@ -135,6 +142,8 @@ class SteeredStore(StorageBackend):
         wishes = await self._wishes()
         status = TransferStatus(str(wishes.get("stores", "ok")))
         if status is TransferStatus.OK or not all(_is_meant(wishes, w.info.key) for w in writes):
+            if wishes.get("shared"):
+                await self._in_line(len(writes) * float(wishes.get("seconds", 0.0)))
             return await self.inner.store(writes)
         error = BackendError("steered not to store", operation="store", is_temporary=True)
         return [TransferResult(write, status, 0, 0.0, error) for write in writes]

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from cacheflow.tiers.located import Located, locate
     from cacheflow.tiers.opening import front, try_tiers
     from cacheflow.tiers.tier import Tier
+    from cacheflow.tiers.traffic import StoreGate, Traffic
+    from cacheflow.tiers.write_behind import AT_ONCE
 
 __all__ = [
+    "AT_ONCE",
     "Ailment",
     "Encoded",
     "Guarded",
@@ -27,8 +30,10 @@ __all__ = [
     "HealthLimits",
     "Imported",
     "Located",
+    "StoreGate",
     "Take",
     "Tier",
+    "Traffic",
     "cover",
     "export_objects",
     "front",
@@ -38,6 +43,7 @@ __all__ = [
 ]
 
 _WHERE: Final = {
+    "AT_ONCE": "write_behind",
     "Ailment": "health",
     "Encoded": "encoded",
     "Guarded": "guarded",
@@ -45,8 +51,10 @@ _WHERE: Final = {
     "HealthLimits": "health",
     "Imported": "archive",
     "Located": "located",
+    "StoreGate": "traffic",
     "Take": "covering",
     "Tier": "tier",
+    "Traffic": "traffic",
     "cover": "covering",
     "front": "opening",
     "export_objects": "archive",

@@ -28,7 +28,7 @@ from cacheflow.plugins.vllm.records import Report
 from cacheflow.plugins.vllm.saver import STORES, Saver
 from cacheflow.plugins.vllm.settings import OUTSIDE_SHARE
 from cacheflow.registry import load_backend
-from cacheflow.tiers import Guarded, front
+from cacheflow.tiers import Guarded, Traffic, front
 
 if TYPE_CHECKING:
     from collections import deque
@@ -220,6 +220,7 @@ class Depot:
             self._news.set,
             self.overlaps.poke,
             self.counts,
+            Traffic(),
         )
         layout_id = self._provenance.layout_id
         finder = Finder(tiers, self._shard, layout_id, deadline, self.counts)

@@ -126,11 +126,13 @@ class Fetcher:
         self._transfers += 1
         number, channel, clock = self._transfers, self._channels[tier], self._means.clock
         channel.started(number, nbytes, clock.now())
+        self._means.traffic.began(tier)
         delivered = False
         try:
             yield
             delivered = True
         finally:
+            self._means.traffic.ended(tier)
             channel.ended(number, clock.now(), delivered=delivered)
 
     async def _read(self, source: Source, layers: Span, lease: Lease) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cacheflow.memory import StagingPool
     from cacheflow.plugins.vllm.blocks import BlockMemory
     from cacheflow.plugins.vllm.counts import Counts
+    from cacheflow.tiers import Traffic
     from cacheflow.types import Shard
 
 __all__ = ["Means"]
@@ -39,3 +40,5 @@ class Means:
     landed: Callable[[], None]
     """Called when something is in place, or has failed; from any thread."""
     counts: Counts
+    traffic: Traffic
+    """Loads, to which stores give way."""

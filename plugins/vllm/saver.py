@@ -2,8 +2,9 @@
 
 A block is copied into staging memory first; from then on its place in the cache may be reused, and
 the scheduler is told so. What cannot be staged soon, or is not taken, is dropped and counted, and
-the scheduler is told that too: the block is stored when it is there again. Lives on the depot's
-event loop.
+the scheduler is told that too: the block is stored when it is there again. Stores give way to the
+loads of their tier as long as there is staging memory for what comes. Lives on the depot's event
+loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -18,12 +20,14 @@ from cacheflow.errors import CacheFlowError
 from cacheflow.kv import Stamp, seal
 from cacheflow.memory import buffer_from
 from cacheflow.plugins.vllm.records import SaveOutcome
-from cacheflow.tasks import to_the_end
+from cacheflow.tasks import Pulse, to_the_end
+from cacheflow.tiers import AT_ONCE, StoreGate
 from cacheflow.types import ChunkKey, ObjectKey, Segment, TransferStatus, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from cacheflow.abc import StorageBackend
     from cacheflow.memory import Lease
     from cacheflow.plugins.vllm.finder import Finder
     from cacheflow.plugins.vllm.means import Means
@@ -68,6 +72,17 @@ class Saver:
         ]
         """Those that have to be given what this rank holds: of ranks with the same heads one stores
         them where all can read them."""
+        self._pulse = Pulse()
+        means.traffic.when_quiet(self._pulse.beat)
+        self._waiting = 0
+        """Who waits for stores: for their staging memory, or for all of them."""
+        self._gates = {
+            name: StoreGate(
+                name, means.traffic, self._pulse, means.clock, lambda: self._waiting > 0
+            )
+            for name in self._tiers
+        }
+        self._turns = {name: _turns(means.tiers[name]) for name in self._tiers}
 
     def put(self, order: SaveOrder) -> None:
         """Queue an order; its outcome says when the block is free."""
@@ -86,8 +101,19 @@ class Saver:
 
     async def settled(self) -> None:
         """Return when everything that was staged is stored or given up."""
-        while self._stores:
-            await asyncio.wait(self._stores)
+        with self._waited_for():
+            while self._stores:
+                await asyncio.wait(self._stores)
+
+    @contextmanager
+    def _waited_for(self) -> Iterator[None]:
+        """Inside, no store gives way."""
+        self._waiting += 1
+        self._pulse.beat()
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     async def _take(self, order: SaveOrder) -> None:
         means = self._means
@@ -96,8 +122,7 @@ class Saver:
             self._end(order, stored=True)
             return
         try:
-            async with asyncio.timeout(_STAGE_SECONDS):
-                lease = await means.pool.lease(means.memory.nbytes, STORES)
+            lease = await self._staging()
         except (TimeoutError, CacheFlowError):
             means.counts.add("store_dropped", "all", "staging")
             self._free(order)
@@ -114,6 +139,20 @@ class Saver:
         task = asyncio.create_task(self._store(order, lease))
         self._stores.add(task)
         task.add_done_callback(self._stores.discard)
+
+    async def _staging(self) -> Lease:
+        """Memory for one block.
+
+        Raises:
+            TimeoutError: there was none for too long.
+            CacheFlowError: there is none any more.
+        """
+        pool, nbytes = self._means.pool, self._means.memory.nbytes
+        if (lease := pool.try_lease(nbytes, STORES)) is not None:
+            return lease
+        with self._waited_for():
+            async with asyncio.timeout(_STAGE_SECONDS):
+                return await pool.lease(nbytes, STORES)
 
     def _free(self, order: SaveOrder) -> None:
         self.copied.append(order.save)
@@ -174,15 +213,25 @@ class Saver:
         return Write(info, (buffer_from(header), lease.part(0, len(view))))
 
     async def _store_in(self, name: str, write: Write) -> TransferStatus:
+        means, gate = self._means, self._gates[name]
         try:
-            async with asyncio.timeout(self._means.deadline):
-                (result,) = await self._means.tiers[name].store([write])
+            async with self._turns[name]:
+                await gate.passed()
+                begun = means.clock.now()
+                async with asyncio.timeout(means.deadline):
+                    (result,) = await means.tiers[name].store([write])
+                gate.took(means.clock.now() - begun)
         except Exception as error:  # a third party's backend may raise anything: it is not stored
             _log.warning("tier %s: not stored: %s", name, str(error) or type(error).__name__)
-            self._means.counts.add("store_dropped", name, "failed")
+            means.counts.add("store_dropped", name, "failed")
             return TransferStatus.FAILED
         if result.status is TransferStatus.OK:
-            self._means.counts.add("transfer_bytes", name, "store", amount=result.nbytes)
+            means.counts.add("transfer_bytes", name, "store", amount=result.nbytes)
         else:
-            self._means.counts.add("store_dropped", name, result.status.value)
+            means.counts.add("store_dropped", name, result.status.value)
         return result.status
+
+
+def _turns(tier: StorageBackend) -> asyncio.Semaphore:
+    """Stores that a tier has at a time."""
+    return asyncio.Semaphore(max(1, min(tier.capabilities.suggested_depth, AT_ONCE)))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cacheflow.restore.traffic import Traffic
 from cacheflow.testing.storage import MemoryBackend
-from cacheflow.tiers import write_behind
+from cacheflow.tiers import Traffic, write_behind
 from cacheflow.tiers.write_behind import GivingWay
 from tests.unit.restore.saving import CHUNKS, rig, turns_of_the_loop, until
 
@@ -43,7 +42,7 @@ async def _loading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Rig, 
     monkeypatch.setattr(write_behind, "_LONGEST", FOR_EVER)
     traffic = Traffic()
     async with rig({"a": MemoryBackend(), "b": MemoryBackend()}, traffic=traffic) as r:
-        r.saver._writers["a"]._giving_way.took(FOR_EVER)
+        r.saver._writers["a"]._gate.took(FOR_EVER)
         traffic.began("a")
         yield r, traffic
 
@@ -81,7 +80,7 @@ async def test_a_rest_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = Traffic()
     async with rig({"a": MemoryBackend()}, traffic=traffic) as r:
         traffic.began("a")
-        r.saver._writers["a"]._giving_way.took(FOR_EVER)
+        r.saver._writers["a"]._gate.took(FOR_EVER)
         saved = r.saver.save("r", await r.open("r"))
         await until(lambda: saved["a"].stored == CHUNKS)
 
@@ -93,7 +92,7 @@ async def test_closing_ends_a_rest(steps: int, monkeypatch: pytest.MonkeyPatch) 
     traffic = Traffic()
     traffic.began("a")
     async with asyncio.timeout(20), rig({"a": MemoryBackend()}, traffic=traffic) as r:
-        r.saver._writers["a"]._giving_way.took(FOR_EVER)
+        r.saver._writers["a"]._gate.took(FOR_EVER)
         saved = r.saver.save("r", await r.open("r"))["a"]
         await turns_of_the_loop(20 * steps)
     assert saved.pending == 0
