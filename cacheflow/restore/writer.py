@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.restore.seldom import Seldom
 from cacheflow.restore.tasks import on_loop_when_idle
 from cacheflow.restore.writes import Chunk, WriteQueue
+from cacheflow.seldom import Seldom
 from cacheflow.tasks import no_strays
 from cacheflow.tiers.ranks import rank_here, rank_stored
 from cacheflow.tiers.traffic import StoreGate

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from cacheflow.errors import BackendError, CacheFlowError, CapacityError
+from cacheflow.seldom import Seldom
 from cacheflow.types import TransferResult, TransferStatus
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Storing:
         self._stock = stock
         self._keeper = keeper
         self._making_room = asyncio.Lock()
+        self._seldom = Seldom(stock.clock)
 
     async def store(self, writes: Sequence[Write]) -> list[TransferResult]:
         """Results in the order given."""
@@ -115,15 +117,18 @@ class Storing:
 
     async def _evict(self, leaving: Sequence[Leaving]) -> CacheFlowError | None:
         """The error, if it failed: then there is no room."""
+        stock = self._stock
         try:
-            await self._stock.evict(leaving)
+            await stock.evict(leaving)
         except Exception as error:  # a third party's backend may raise anything
             self._keeper.kick()
             why = str(error) or type(error).__name__
-            _log.warning("tier %s: nothing could be evicted: %s", self._stock.channel, why)
+            if times := self._seldom.add(why, 1):
+                more = f" ({times} times)" if times > 1 else ""
+                _log.warning("tier %s: nothing could be evicted: %s%s", stock.channel, why, more)
             if isinstance(error, CacheFlowError):
                 return error
-            return BackendError(why, operation="delete", context=self._stock.channel)
+            return BackendError(why, operation="delete", context=stock.channel)
         return None
 
     # -- how a write ended ---------------------------------------------------------------------

@@ -214,6 +214,20 @@ async def test_an_eviction_that_fails_stays_counted() -> None:
         assert r.shelf.peak == 3
 
 
+async def test_evictions_that_fail_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """One line at once, and how often after a minute."""
+    async with rig(objects=3) as r:
+        await r.store(0, 1, 2)
+        r.shelf.broken.add("delete")
+        for number in range(3, 23):
+            assert await r.store(number) == [TransferStatus.FAILED]
+        assert caplog.text.count("nothing could be evicted") == 1
+        r.clock.advance(61.0)
+        await r.store(23)
+        assert "(20 times)" in caplog.text
+        r.shelf.broken.clear()
+
+
 async def test_a_lookup_answered_before_a_delete_brings_nothing_back() -> None:
     """An answer that is older than a delete or a store is no news to the index."""
     async with rig(Shelf(shared=True)) as r:

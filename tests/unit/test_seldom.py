@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cacheflow.clock import ManualClock
 from cacheflow.errors import CapacityError
-from cacheflow.restore.seldom import Seldom
+from cacheflow.seldom import Seldom
 from cacheflow.testing.storage import MemoryBackend
 from cacheflow.types import TransferResult, TransferStatus
 from tests.unit.restore.saving import CHUNKS, rig
