@@ -5,8 +5,8 @@ tiers: least recently used + everything stored, against cost-aware + planned, an
 between, at several shares of the working set. Requests are conversations in Mooncake's trace format
 (made up, or ``--trace FILE``). Stores go behind the requests, over a direction of the link of their
 own or (``-shared``, nvme) over the one that loads have. Then a small real run (placement_real.py):
-one engine, one nvme tier behind a link that loads and stores share, conversations that come back,
-the same two placements at the same capacities.
+one engine, one nvme tier behind a link that loads and stores share, shorter conversations of the
+same kind, the same two placements at the same capacities.
 
     make bench-placement
 """
@@ -39,6 +39,8 @@ SHARES: Final = (0.2, 0.5, 1.0)
 """Capacities, as shares of the bytes of everything that is ever stored."""
 LINKS: Final = ("10gbps", "25gbps", "100gbps", "10gbps-shared", "25gbps-shared", "nvme")
 TURN_SECONDS: Final = 60.0
+_LONGEST: Final = 6144
+"""Tokens of a prompt of the real run."""
 
 
 WAYS: Final = (
@@ -51,9 +53,10 @@ WAYS: Final = (
 ENDS: Final = (WAYS[0], WAYS[-1])
 
 
-def conversations(sessions: int, gap: float, seed: int) -> Iterator[str]:
+def conversations(sessions: int, gap: float, seed: int, longest: int = 120_000) -> Iterator[str]:
     """Lines of a made-up trace: a third are single questions, the others go on for some turns,
-    about a minute apart; over one of two system prompts. ``gap``: seconds between their starts."""
+    about a minute apart; over one of two system prompts. ``gap``: seconds between their starts;
+    ``longest``: tokens of a prompt at most."""
     chance, fresh, began = random.Random(f"placement:{seed}"), count(1000), 0.0
     lines: list[tuple[float, str]] = []
     for _ in range(sessions):
@@ -62,7 +65,7 @@ def conversations(sessions: int, gap: float, seed: int) -> Iterator[str]:
         tokens = len(blocks) * BLOCK_TOKENS + round(chance.lognormvariate(8.3, 0.9))
         turns = 1 if chance.random() < 0.35 else 2 + min(12, int(chance.expovariate(0.25)))
         for _ in range(turns):
-            tokens = min(tokens, 120_000)
+            tokens = min(tokens, longest)
             blocks += (next(fresh) for _ in range(tokens // BLOCK_TOKENS - len(blocks)))
             partial = [next(fresh)] if tokens % BLOCK_TOKENS else []
             answer = 1 + int(chance.expovariate(1 / 340))
@@ -112,6 +115,17 @@ def _jobs(options: argparse.Namespace) -> Sequence[Job]:
     return list(parse_trace(lines, "conversations"))
 
 
+def _traces(options: argparse.Namespace) -> list[Sequence[Job]]:
+    """For the real run: one a round, of seeds that follow one another."""
+    if options.trace:
+        return [load_trace(Path(options.trace), limit=options.limit).first()] * options.rounds
+    kinds = [
+        conversations(options.talks, options.gap, options.seed + number, _LONGEST * options.scale)
+        for number in range(options.rounds)
+    ]
+    return [list(parse_trace(lines, "conversations")) for lines in kinds]
+
+
 # -- output ------------------------------------------------------------------------------------
 
 
@@ -121,7 +135,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     if not options.measured_only:
         found["simulated"] = simulated(options)
     if not options.simulated_only:
-        found["measured"] = await measured(options, ENDS)
+        found["measured"] = await measured(options, ENDS, _traces(options))
     return found
 
 
@@ -138,12 +152,13 @@ def tell(found: dict[str, Any]) -> None:
         show(title, ["link, capacity", *names], rows, caption)
     if "measured" in found:
         names = [way.name for way in ENDS]
-        title = "Mean TTFT in ms of turns that come back, measured"
-        heads = ["capacity", *names, "difference", "turns", *(f"chunks, {name}" for name in names)]
+        title = "Mean TTFT in ms, measured"
+        chunks = [f"chunks, {name}" for name in names]
+        heads = ["capacity", *names, "difference", "requests", *chunks]
         show(title, heads, [_paired(entry) for entry in found["measured"]], _CAPTION)
 
 
-_CAPTION: Final = """difference: of the means, and the standard error of the mean of all pairs
+_CAPTION: Final = """difference: of the means, and the standard error of the mean of all traces
 chunks: stored, left out by policy or tier, dropped"""
 
 
@@ -154,7 +169,7 @@ def _paired(entry: dict[str, Any]) -> list[str]:
     means = [f"{1e3 * statistics.mean(each):.0f}" for each in (before, after)]
     difference = f"{statistics.mean(pairs) / mean:+.1%} +- {error / mean:.1%}"
     chunks = [" / ".join(str(entry["chunks"][way.name][what]) for what in CHUNKS) for way in ENDS]
-    return [f"{entry['share']:.0%}", *means, difference, str(len(pairs)), *chunks]
+    return [f"{entry['share']:.0%}", *means, difference, str(entry["turns"]), *chunks]
 
 
 def _both(ttft: dict[str, float]) -> str:
@@ -175,10 +190,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shares", help="capacities, as shares (default: 0.2,0.5,1)")
     parser.add_argument("--simulated-only", action="store_true", help="without the real run")
     parser.add_argument("--measured-only", action="store_true", help="the real run alone")
-    parser.add_argument("--talks", type=int, default=6, help="conversations of the real run")
-    parser.add_argument("--turns", type=int, default=4, help="of each of them")
-    parser.add_argument("--tokens", type=int, default=4096, help="of their first prompts")
-    parser.add_argument("--rounds", type=int, default=2, help="of the real run")
+    parser.add_argument("--talks", type=int, default=16, help="conversations of the real run")
+    parser.add_argument("--scale", type=int, default=4, help="its requests are shorter")
+    parser.add_argument("--rounds", type=int, default=2, help="traces of the real run")
     ratio_help = "compute:I/O of the real run's link (default: 1:3, a slow one)"
     parser.add_argument("--ratio", type=ratio, default=ratio("1:3"), help=ratio_help)
     options = parser.parse_args()

@@ -1,13 +1,14 @@
-"""Placement on a real engine: conversations that come back while earlier turns are being stored.
+"""Placement on a real engine: a small trace, each request while earlier ones are being stored.
 
 One request after the other without a pause, as a busy server has them: what a turn stores is still
-on its way to the disk when the next one loads, over one link for both. A conversation's KV is
-forgotten once another one has had its turn. Prints nothing.
+on its way to the disk when the next one loads, over one link for both. A request's KV is forgotten
+once the next one has had its turn. Prints nothing.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from rigs import opened
 
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings, TierSettings
+from cacheflow.simulation.traces import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     import argparse
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from cacheflow.cli.bench_rig import Rig
     from cacheflow.session import Session
+    from cacheflow.simulation import Job
     from cacheflow.tiers.eviction import EvictionName
 
 __all__ = ["CHUNKS", "Way", "balanced_bandwidth", "measured", "shared_link"]
@@ -35,6 +38,7 @@ CHUNKS: Final = ("stored", "skipped", "dropped")
 """What can become of a chunk that was to be saved; skipped: left out by policy or tier."""
 
 _VOCABULARY: Final = 320
+_STAGING_BYTES: Final = 16 << 20
 _ANSWER: Final = 8
 """Tokens of an answer: decode, during which saving rests on a small machine."""
 
@@ -57,27 +61,30 @@ class Played:
     """What became of all turns of some runs."""
 
     ttft: list[float] = field(default_factory=list)
-    """Of turns that had a turn before them, in seconds."""
+    """Means of runs, in seconds."""
+    turns: int = 0
     chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHUNKS, 0))
 
 
-async def measured(options: argparse.Namespace, ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """One entry a capacity: TTFT and chunks by way. Every round plays the same turns both ways, in
-    either order by turns."""
+async def measured(
+    options: argparse.Namespace, ways: Sequence[Way], traces: Sequence[Sequence[Job]]
+) -> list[dict[str, Any]]:
+    """One entry a capacity: mean TTFT by way and trace, and chunks. Every trace is played all ways,
+    in either order by turns; its capacity is a share of its own working set."""
     played: defaultdict[tuple[float, str], Played] = defaultdict(Played)
     async with opened(options) as rig:
-        turns = _turns(options)
-        longest = max((prompt for _, prompt in turns), key=len)
+        plays = [_prompts(jobs, options.scale) for jobs in traces]
+        longest = max((prompt for prompts in plays for prompt in prompts), key=len)
         bandwidth = await balanced_bandwidth(rig, longest) * options.ratio
-        working_set = _working_set(rig, turns)
-        runs = list(product(options.shares, range(options.rounds)))
-        for share, number in track(runs, "measured", console=Console(stderr=True)):
-            for way in ways if number % 2 == 0 else ways[::-1]:
-                capacity = max(1 << 20, round(share * working_set))
-                await _play(rig, turns, capacity, bandwidth, way, played[share, way.name])
+        runs = list(product(options.shares, enumerate(plays)))
+        for share, (number, prompts) in track(runs, "measured", console=Console(stderr=True)):
+            capacity = max(1 << 20, round(share * _working_set(rig, prompts)))
+            for way in ways if (options.seed + number) % 2 == 0 else ways[::-1]:
+                await _play(rig, prompts, capacity, bandwidth, way, played[share, way.name])
     return [
         {
             "share": share,
+            "turns": played[share, ways[0].name].turns,
             "ttft": {way.name: played[share, way.name].ttft for way in ways},
             "chunks": {way.name: dict(played[share, way.name].chunks) for way in ways},
         }
@@ -85,31 +92,34 @@ async def measured(options: argparse.Namespace, ways: Sequence[Way]) -> list[dic
     ]
 
 
-def _turns(options: argparse.Namespace) -> list[tuple[int, list[int]]]:
-    """``(conversation, prompt)`` in the order of arrival; no conversation has two in a row."""
-    chance, last = random.Random(options.seed), -1
-    prompts: dict[int, list[int]] = {talk: [] for talk in range(options.talks)}
-    left = dict.fromkeys(prompts, options.turns)
-    turns = []
-    while any(left.values()):
-        # Those with most turns left go first of all that may: else one would be left alone.
-        most = max(count for talk, count in left.items() if talk != last)
-        able = [talk for talk, n in left.items() if n and n >= most - 1 and talk != last]
-        if not able:
-            break
-        last = chance.choice(able)
-        left[last] -= 1
-        more = options.tokens if not prompts[last] else options.tokens // 4
-        prompts[last] += (chance.randrange(_VOCABULARY) for _ in range(more))
-        turns.append((last, list(prompts[last])))
-    return turns
+def _prompts(jobs: Sequence[Job], scale: int) -> list[list[int]]:
+    """In the order of arrival, a token for every ``scale`` of the trace. Equal blocks are equal
+    tokens, and the block that follows what a prompt ended in goes on as that one began."""
+    size, seeds, ends = BLOCK_TOKENS // scale, dict[int, int](), dict[tuple[int, ...], int]()
+    prompts = []
+    for job in sorted(jobs, key=lambda job: job.arrival):
+        ids, tokens = job.hash_ids, list[int]()
+        for index, block in enumerate(ids):
+            if block not in seeds:
+                seeds[block] = ends.pop(ids[:index], block)
+            chance = random.Random(seeds[block])
+            tokens += (chance.randrange(_VOCABULARY) for _ in range(size))
+        whole = job.total_tokens // BLOCK_TOKENS
+        ends |= {ids[:whole]: seeds[block] for block in ids[whole:]}
+        prompts.append(tokens[: job.total_tokens // scale])
+    return prompts
 
 
-def _working_set(rig: Rig, turns: Sequence[tuple[int, list[int]]]) -> int:
-    longest = {talk: len(prompt) for talk, prompt in turns}
+def _working_set(rig: Rig, prompts: Sequence[Sequence[int]]) -> int:
+    """Bytes of all different chunks."""
     layout = rig.engine.layout
-    chunks = sum(tokens // layout.chunk_tokens for tokens in longest.values())
-    return int(chunks * (layout.payload_bytes() + 4096))
+    step = layout.chunk_tokens
+    chunks = {
+        hash(tuple(prompt[:stop]))
+        for prompt in prompts
+        for stop in range(step, len(prompt) + 1, step)
+    }
+    return int(len(chunks) * (layout.payload_bytes() + 4096))
 
 
 async def balanced_bandwidth(rig: Rig, prompt: list[int]) -> float:
@@ -126,31 +136,29 @@ async def balanced_bandwidth(rig: Rig, prompt: list[int]) -> float:
 
 async def _play(
     rig: Rig,
-    turns: Sequence[tuple[int, list[int]]],
+    prompts: Sequence[list[int]],
     capacity: int,
     bandwidth: float,
     way: Way,
     played: Played,
 ) -> None:
-    """All turns over an empty store."""
-    reports = []
+    """All of a trace over an empty store."""
+    reports: list[Generation] = []
     with tempfile.TemporaryDirectory() as folder:
         settings = _settings(folder, way, capacity, bandwidth)
         async with CacheFlow.open(settings, engine=rig.engine) as flow:
-            seen: set[int] = set()
             previous: Session | None = None
-            for talk, prompt in turns:
-                session, report = flow.session(f"{talk}"), Generation()
+            for prompt in prompts:
+                session, report = flow.session(f"{len(reports)}"), Generation()
                 async for _ in session.generate(prompt, max_new_tokens=_ANSWER, report=report):
                     pass
-                if talk in seen:
-                    played.ttft.append(report.ttft_seconds or 0.0)
-                seen.add(talk)
                 reports.append(report)
                 if previous is not None:
                     await previous.forget()
                 previous = session
             await flow.flush()
+    played.ttft.append(statistics.mean(report.ttft_seconds or 0.0 for report in reports))
+    played.turns += len(reports)
     for report in reports:
         for saved in (report.saved or {}).values():
             for what in CHUNKS:
@@ -169,4 +177,7 @@ def shared_link(folder: str, bandwidth: float, **settings: Any) -> TierSettings:
 def _settings(folder: str, way: Way, capacity: int, bandwidth: float) -> Settings:
     kept = {"capacity_bytes": capacity, "eviction": way.eviction, "lease_seconds": 1.0}
     tier = shared_link(folder, bandwidth, **kept)
-    return Settings(tiers=(tier,), keep_costs=False, write_policy=way.writes)
+    # What waits to be stored is read where it waits: much of that would be a tier of its own.
+    return Settings(
+        tiers=(tier,), keep_costs=False, write_policy=way.writes, staging_bytes=_STAGING_BYTES
+    )
