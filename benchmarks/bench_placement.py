@@ -39,6 +39,7 @@ SHARES: Final = (0.2, 0.5, 1.0)
 """Capacities, as shares of the bytes of everything that is ever stored."""
 LINKS: Final = ("10gbps", "25gbps", "100gbps", "10gbps-shared", "25gbps-shared", "nvme")
 TURN_SECONDS: Final = 60.0
+_LONGEST_SIMULATED: Final = 120_000
 _LONGEST: Final = 6144
 """Tokens of a prompt of the real run."""
 
@@ -53,7 +54,7 @@ WAYS: Final = (
 ENDS: Final = (WAYS[0], WAYS[-1])
 
 
-def conversations(sessions: int, gap: float, seed: int, longest: int = 120_000) -> Iterator[str]:
+def conversations(sessions: int, gap: float, seed: int, longest: int) -> Iterator[str]:
     """Lines of a made-up trace: a third are single questions, the others go on for some turns,
     about a minute apart; over one of two system prompts. ``gap``: seconds between their starts;
     ``longest``: tokens of a prompt at most."""
@@ -84,7 +85,7 @@ def conversations(sessions: int, gap: float, seed: int, longest: int = 120_000) 
 def simulated(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a link and capacity: TTFT by way."""
     found = []
-    jobs = _jobs(options)
+    jobs = _jobs(options, options.sessions, options.seed)
     working_set = len({block for job in jobs for block in job.leaves})
     workload = Synthetic("conversations", jobs)
     settings = list(product(options.links, options.shares))
@@ -108,22 +109,19 @@ def simulated(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def _jobs(options: argparse.Namespace) -> Sequence[Job]:
+def _jobs(
+    options: argparse.Namespace, sessions: int, seed: int, longest: int = _LONGEST_SIMULATED
+) -> Sequence[Job]:
     if options.trace:
         return load_trace(Path(options.trace), limit=options.limit).first()
-    lines = conversations(options.sessions, options.gap, options.seed)
+    lines = conversations(sessions, options.gap, seed, longest)
     return list(parse_trace(lines, "conversations"))
 
 
 def _traces(options: argparse.Namespace) -> list[Sequence[Job]]:
     """For the real run: one a round, of seeds that follow one another."""
-    if options.trace:
-        return [load_trace(Path(options.trace), limit=options.limit).first()] * options.rounds
-    kinds = [
-        conversations(options.talks, options.gap, options.seed + number, _LONGEST * options.scale)
-        for number in range(options.rounds)
-    ]
-    return [list(parse_trace(lines, "conversations")) for lines in kinds]
+    seeds = range(options.seed, options.seed + options.rounds)
+    return [_jobs(options, options.talks, seed, _LONGEST * options.scale) for seed in seeds]
 
 
 # -- output ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from cacheflow.seldom import Seldom
 from cacheflow.tasks import no_strays
 from cacheflow.tiers.ranks import rank_here, rank_stored
 from cacheflow.tiers.traffic import StoreGate
-from cacheflow.tiers.write_behind import AT_ONCE, MAX_QUEUED
+from cacheflow.tiers.write_behind import MAX_QUEUED, stores_at_once
 from cacheflow.types import Codec, LoadOutcome, StoreEnded, TransferStatus
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TierWriter:
     def __init__(self, tier: str, backend: StorageBackend, shared: Shared, max_bytes: int) -> None:
         self.tier = tier
         self.queue = WriteQueue(max_bytes)
-        self.at_once = max(1, min(backend.capabilities.suggested_depth, AT_ONCE))
+        self.at_once = stores_at_once(backend.capabilities.suggested_depth)
         self._backend = backend
         self._shared = shared
         self._seldom = Seldom(shared.clock)

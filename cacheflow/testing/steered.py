@@ -92,23 +92,20 @@ class SteeredStore(StorageBackend):
         if not _is_meant(wishes, read.key):
             async for result in self.inner.load([read]):
                 return result
-        loop = asyncio.get_running_loop()
         share = await self._share(read)
-        self._free_at = max(self._free_at, loop.time()) + share * float(wishes.get("seconds", 0.0))
-        due = self._free_at
+        due = self._queued(share * float(wishes.get("seconds", 0.0)))
         fails = (share < 1.0 or not wishes.get("parts")) and self._fails(wishes)
         if fails and wishes.get("fault") == "hang":
             await asyncio.sleep(3600)
         async for result in self.inner.load([read]):
-            await asyncio.sleep(max(due - loop.time(), 0.0))
+            await _until(due)
             return _spoiled(result, str(wishes.get("fault"))) if fails else result
         raise BackendError("no result", operation="load")
 
-    async def _in_line(self, seconds: float) -> None:
-        """Wait for those before, and so much longer."""
-        now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now) + seconds
-        await asyncio.sleep(self._free_at - now)
+    def _queued(self, seconds: float) -> float:
+        """When what takes so long is done, behind those before it."""
+        self._free_at = max(self._free_at, asyncio.get_running_loop().time()) + seconds
+        return self._free_at
 
     def _fails(self, wishes: Mapping[str, float | str]) -> bool:
         """Whether the load that begins now is to fail; it counts."""
@@ -143,7 +140,7 @@ class SteeredStore(StorageBackend):
         status = TransferStatus(str(wishes.get("stores", "ok")))
         if status is TransferStatus.OK or not all(_is_meant(wishes, w.info.key) for w in writes):
             if wishes.get("shared"):
-                await self._in_line(len(writes) * float(wishes.get("seconds", 0.0)))
+                await _until(self._queued(len(writes) * float(wishes.get("seconds", 0.0))))
             return await self.inner.store(writes)
         error = BackendError("steered not to store", operation="store", is_temporary=True)
         return [TransferResult(write, status, 0, 0.0, error) for write in writes]
@@ -160,6 +157,10 @@ class SteeredStore(StorageBackend):
 
     async def aclose(self) -> None:
         await self.inner.aclose()
+
+
+async def _until(due: float) -> None:
+    await asyncio.sleep(max(due - asyncio.get_running_loop().time(), 0.0))
 
 
 def _is_meant(wishes: Mapping[str, float | str], key: ObjectKey) -> bool:

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from cacheflow.tiers.opening import front, try_tiers
     from cacheflow.tiers.tier import Tier
     from cacheflow.tiers.traffic import StoreGate, Traffic
-    from cacheflow.tiers.write_behind import AT_ONCE
+    from cacheflow.tiers.write_behind import stores_at_once
 
 __all__ = [
-    "AT_ONCE",
     "Ailment",
     "Encoded",
     "Guarded",
@@ -39,11 +38,11 @@ __all__ = [
     "front",
     "import_objects",
     "locate",
+    "stores_at_once",
     "try_tiers",
 ]
 
 _WHERE: Final = {
-    "AT_ONCE": "write_behind",
     "Ailment": "health",
     "Encoded": "encoded",
     "Guarded": "guarded",
@@ -60,6 +59,7 @@ _WHERE: Final = {
     "export_objects": "archive",
     "import_objects": "archive",
     "locate": "located",
+    "stores_at_once": "write_behind",
     "try_tiers": "opening",
 }
 

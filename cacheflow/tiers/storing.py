@@ -123,7 +123,7 @@ class Storing:
         except Exception as error:  # a third party's backend may raise anything
             self._keeper.kick()
             why = str(error) or type(error).__name__
-            if times := self._seldom.add(why, 1):
+            if times := self._seldom.add(type(error).__name__, 1):
                 more = f" ({times} times)" if times > 1 else ""
                 _log.warning("tier %s: nothing could be evicted: %s%s", stock.channel, why, more)
             if isinstance(error, CacheFlowError):

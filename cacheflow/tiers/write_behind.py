@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-__all__ = ["AT_ONCE", "MAX_QUEUED", "MOMENT", "GivingWay"]
+__all__ = ["AT_ONCE", "MAX_QUEUED", "MOMENT", "GivingWay", "stores_at_once"]
 
 AT_ONCE: Final = 4
 """Stores in flight in one tier, fewer where the tier suggests so."""
@@ -18,6 +18,11 @@ MOMENT: Final = 0.01
 """Seconds: a store that takes longer waits for its medium, and the next one begins beside it."""
 _TIMES: Final = 10.0
 _LONGEST: Final = 1.0
+
+
+def stores_at_once(suggested_depth: int) -> int:
+    """Stores in flight in a tier whose capabilities suggest so many."""
+    return max(1, min(suggested_depth, AT_ONCE))
 
 
 class GivingWay:

@@ -21,13 +21,12 @@ from cacheflow.kv import Stamp, seal
 from cacheflow.memory import buffer_from
 from cacheflow.plugins.vllm.records import SaveOutcome
 from cacheflow.tasks import Pulse, to_the_end
-from cacheflow.tiers import AT_ONCE, StoreGate
+from cacheflow.tiers import StoreGate, stores_at_once
 from cacheflow.types import ChunkKey, ObjectKey, Segment, TransferStatus, Write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cacheflow.abc import StorageBackend
     from cacheflow.memory import Lease
     from cacheflow.plugins.vllm.finder import Finder
     from cacheflow.plugins.vllm.means import Means
@@ -82,7 +81,10 @@ class Saver:
             )
             for name in self._tiers
         }
-        self._turns = {name: _turns(means.tiers[name]) for name in self._tiers}
+        self._turns = {
+            name: asyncio.Semaphore(stores_at_once(means.tiers[name].capabilities.suggested_depth))
+            for name in self._tiers
+        }
 
     def put(self, order: SaveOrder) -> None:
         """Queue an order; its outcome says when the block is free."""
@@ -230,8 +232,3 @@ class Saver:
         else:
             means.counts.add("store_dropped", name, result.status.value)
         return result.status
-
-
-def _turns(tier: StorageBackend) -> asyncio.Semaphore:
-    """Stores that a tier has at a time."""
-    return asyncio.Semaphore(max(1, min(tier.capabilities.suggested_depth, AT_ONCE)))

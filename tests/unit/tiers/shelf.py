@@ -48,7 +48,7 @@ class Shelf(MemoryBackend):
         self.calls[operation] += 1
         await self.gates[operation].wait()
         if operation in self.broken:
-            raise BackendError("broken", operation=operation)
+            raise BackendError(f"broken at call {self.calls[operation]}", operation=operation)
 
     async def lookup(self, keys: Sequence[Any]) -> list[Sequence[ChunkInfo]]:
         await self._enter("lookup")

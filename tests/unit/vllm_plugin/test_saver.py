@@ -23,6 +23,7 @@ from cacheflow.testing.storage import MemoryBackend
 from cacheflow.tiers import Traffic, write_behind
 from cacheflow.types import NO_ID, Shard
 from tests.cancelling import Held
+from tests.unit.restore.saving import until
 from tests.unit.vllm_plugin.minivllm import LAYOUT
 
 if TYPE_CHECKING:
@@ -150,14 +151,6 @@ async def saving(saver: Saver) -> AsyncIterator[None]:
     finally:
         running.cancel()
         await asyncio.wait([running])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let others work until ``condition()``."""
-    while True:
-        if condition():
-            return
-        await asyncio.sleep(0)
 
 
 def stored(means: Means, tier: str) -> int:
