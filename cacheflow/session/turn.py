@@ -72,7 +72,7 @@ class Turn:
         self._known = known
         self._opened = asyncio.Event()
         """It is known what is restored, which may be added to from then on."""
-        self._policy = load_policy(ask.policy or flow.settings.policy)
+        self._policy = load_policy(flow.settings.policy if ask.policy is None else ask.policy)
         self._request: str | None = None
         self._asked: RestoreRequest | None = None
         """What is restored, or was last."""

@@ -41,8 +41,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("threads", "kv_bytes", "chunk_tokens"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number from 1 on, got {value!r}")
         if self.threads > _MOST_THREADS:
             raise ConfigError(f"threads must be at most {_MOST_THREADS}, got {self.threads}")
         try:

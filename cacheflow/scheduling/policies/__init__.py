@@ -101,6 +101,6 @@ POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
 
 def load_policy(name: str) -> Policy:
     """The policy called ``name``; ConfigError lists the names there are."""
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"policy {name!r} is not one of {', '.join(POLICIES)}")
     return POLICIES[name]()

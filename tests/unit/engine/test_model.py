@@ -129,6 +129,8 @@ async def test_unknown_and_broken_paths(
         ({"dtype": "int8"}, "int8"),
         ({"chunk_tokens": 48}, "48"),
         ({"threads": 0}, "threads"),
+        ({"threads": None}, "threads must be a whole number"),
+        ({"kv_bytes": "1GiB"}, "kv_bytes must be a whole number"),
         ({"device": "abacus"}, "abacus"),
     ],
 )

@@ -267,6 +267,8 @@ async def test_closed_during_a_turn(opened: Opened) -> None:
         ({"prompt": [1], "deadline": "soon"}, "deadline"),
         ({"prompt": [1], "priority": "high"}, "priority"),
         ({"prompt": [1], "policy": "best"}, "policy"),
+        ({"prompt": [1], "policy": ""}, "policy"),
+        ({"prompt": [1], "policy": []}, "policy"),
         ({"prompt": [1], "max_new_tokens": 100_001}, "do not fit .* to at most 100000$"),
         ({"prompt": [1] * 100_001}, "do not fit .*: shorten the prompt"),
     ],
