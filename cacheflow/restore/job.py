@@ -167,7 +167,7 @@ class Job:
             if self.agreed is not None:  # what other ranks have loaded counts as well
                 size = self.spec.chunk_tokens
                 inside = (1 << tile.stop // size) - (1 << tile.start // size)
-                known = not self.agreed.strange & inside
+                known = not self.agreed.is_strange(range(tile.start // size, tile.stop // size))
                 lossy = packed or bool(self.agreed.lossy & inside)
             segments.append(Segment(tile.start, tile.stop, tile.width if known else 0, lossy))
         return segments

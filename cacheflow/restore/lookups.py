@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from cacheflow.restore.meeting import offering, reach
+from cacheflow.restore.meeting import offering, reach, strange
 from cacheflow.tasks import no_strays
 from cacheflow.tiers import locate
+from cacheflow.tiers.restorable import restorable
 from cacheflow.types import LookedUp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cacheflow.restore.job import Job
     from cacheflow.restore.restorer import Restorer
@@ -47,7 +49,7 @@ class Lookups:
     async def ask(self, job: Job, policy: Policy) -> int | None:
         """Ask every tier at once; give them a moment.
 
-        How many leading chunks can matter, because nothing behind them is stored; None if unknown.
+        How many leading chunks can matter, by what is stored; None if unknown.
 
         Ranks that restore together wait for the tiers, then for each other: only what all of them
         found counts.
@@ -56,11 +58,17 @@ class Lookups:
         if peers is not None:
             await self._wait(job, policy, _PATIENCE)
             found = offering(job.request, job.located, grid_id)
-            job.agreed = await peers.meet(job.spec.id, found)
-            return reach(job.agreed)
+            job.agreed = agreed = await peers.meet(job.spec.id, found)
+            return self._restorable(job, reach(agreed), agreed.is_strange)
         if not await self._wait(job, policy, _GRACE if policy.begin(None) else _PATIENCE):
             return None
-        return max((located.reach for located in job.located.values()), default=0)
+        located = job.located.values()
+        stored = max((each.reach for each in located), default=0)
+        return self._restorable(job, stored, partial(strange, located, grid_id))
+
+    def _restorable(self, job: Job, stored: int, is_strange: Callable[[range], bool]) -> int:
+        grid, size = self._restorer.recomputer.grid, job.spec.chunk_tokens
+        return restorable(stored, job.spec.prefix_tokens // size, grid, size, is_strange)
 
     def coverage(self, job: Job) -> Sequence[Coverage]:
         """What counts of what was found until now."""

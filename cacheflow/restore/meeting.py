@@ -1,6 +1,6 @@
-"""Before ranks restore a request together: what this one found stored, for the others to hear.
+"""What was found stored: whether it is of the grid's own passes, and what other ranks hear of it.
 
-Pure over a job's books; the exchange is the engine's.
+Pure over a job's books; the exchange between ranks is the engine's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,23 @@ from typing import TYPE_CHECKING
 from cacheflow.types import Offering
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from cacheflow.restore.request import RestoreRequest
     from cacheflow.tiers import Located
 
-__all__ = ["offering", "reach"]
+__all__ = ["offering", "reach", "strange"]
+
+
+def strange(located: Iterable[Located], grid_id: str, chunks: range) -> bool:
+    """Whether any copy of ``chunks`` is not what is computed here, under ``grid_id``, bit for
+    bit."""
+    return any(
+        not (info.canonical and info.grid_id == grid_id)
+        for each in located
+        for infos in each.chunks[chunks.start : chunks.stop]
+        for info in infos
+    )
 
 
 def offering(request: RestoreRequest, located: Mapping[str, Located], grid_id: str) -> Offering:

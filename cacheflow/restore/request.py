@@ -44,15 +44,14 @@ class RestoreRequest:
         """Positions only. At least the last token is always computed, so a prompt that is stored
         as a whole restores all chunks but the one with the last token.
 
-        ``stored``: how many leading chunks can matter, because none behind them is stored.
+        ``stored``: how many leading chunks can matter, see
+        :func:`cacheflow.tiers.restorable.restorable`.
         """
         chunk = layout.chunk_tokens
         total = len(self.tokens)
         usable = 0 if self.resident else min(len(self.keys), (total - 1) // chunk)
         if stored is not None:
-            # Whole tiles: a piece of one would not be recomputed to the same bits.
-            last = grid.tile(grid.index_at(stored * chunk - 1)).stop // chunk if stored else 0
-            usable = min(usable, last)
+            usable = min(usable, stored)
         prefix = usable * chunk
         return RequestSpec(
             id=self.id,

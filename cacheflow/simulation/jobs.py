@@ -89,13 +89,6 @@ class Cut:
                 f"--chunk {self.chunk_tokens}: a tile of --cells holds whole chunks ({error})"
             ) from error
 
-    def through(self, chunks: int) -> int:
-        """Leading chunks up to the end of the tile with the last of ``chunks``."""
-        if not chunks:
-            return 0
-        last = self.grid.tile(self.grid.index_at(chunks * self.chunk_tokens - 1))
-        return last.stop // self.chunk_tokens
-
     def spec(self, job: Job, prefix_tokens: int) -> RequestSpec:
         """The request whose first ``prefix_tokens`` (rounded down to chunks) may be restored."""
         prefix = prefix_tokens // self.chunk_tokens * self.chunk_tokens

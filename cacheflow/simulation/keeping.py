@@ -32,8 +32,7 @@ class Keeping:
     recent, so that a policy without costs keeps what every continuation needs (as servers that need
     contiguous prefixes must). ``renewed``: what is there already of a request keeps its place in
     that order when the rest is stored; for a policy that counts uses it would be one too many.
-    ``whole(blocks)``: leading blocks in whole tiles. The others are pieces of a tile, and written
-    again when they are computed as a part of all of it.
+    ``whole(blocks)``: leading blocks in whole tiles. The others are pieces of a tile.
     """
 
     eviction: EvictionName = "lru"
@@ -92,7 +91,7 @@ class BlockStore:
         self._keeping = keeping
         self._blocks: set[int] = set()
         self._pieces: set[int] = set()
-        """Of them those that were computed as a piece of a tile."""
+        """Of them those that were computed as a piece of a tile, or after one."""
         self._order = load_eviction(keeping.eviction, int)
 
     def __contains__(self, block: int) -> bool:
@@ -100,6 +99,10 @@ class BlockStore:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def is_piece(self, block: int) -> bool:
+        """Whether it is there, and not of the grid's own passes up to it."""
+        return block in self._pieces
 
     def look_up(self, blocks: Sequence[int]) -> list[bool]:
         """Which of a request's leading blocks are there; these have been used now, as those of a
@@ -119,17 +122,13 @@ class BlockStore:
         Returns those that were written, in that order.
         """
         blocks, written = tuple(blocks), []
-        skipped, whole = self._keeping.skipped(len(blocks)), self._keeping.whole(len(blocks))
+        skipped, whole = self._keeping.skipped(len(blocks)), self._whole(blocks)
         chance, worth = self._keeping.chance(len(blocks)), self._keeping.worth
         for index in self._in_order(len(blocks)):
             block = blocks[index]
             if block in self._blocks:
                 if self._keeping.renewed:
                     self._order.touch(block)
-                if index < whole and block in self._pieces:
-                    self._pieces.remove(block)
-                    self._order.touch(block, chance[index], worth(index))
-                    written.append(block)
             elif index >= skipped and self._has_room(worth(index), chance[index]):
                 self._blocks.add(block)
                 self._order.insert(block, 1, worth(index), chance[index])
@@ -144,6 +143,12 @@ class BlockStore:
             self._blocks.discard(block)
             self._pieces.discard(block)
             self._order.remove(block)
+
+    def _whole(self, blocks: Sequence[int]) -> int:
+        """How many of the leading ``blocks`` the grid's own passes have made, if all were loaded
+        that are there."""
+        pieces = (index for index, block in enumerate(blocks) if block in self._pieces)
+        return min(self._keeping.whole(len(blocks)), next(pieces, len(blocks)))
 
     def _has_room(self, worth: float, chance: float) -> bool:
         """Before a block comes in, as in a real tier: what comes in never leaves for itself."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cacheflow.simulation.keeping import LRU, BlockStore
+from cacheflow.tiers.restorable import restorable
 from cacheflow.types import Coverage
 
 if TYPE_CHECKING:
@@ -141,11 +142,20 @@ class LearnedPlacement:
         reach = max(
             (i + 1 for _, masks in found for i, mask in enumerate(masks) if mask), default=0
         )
-        # As of a real request: whole tiles, for a piece would not be recomputed to the same bits.
-        reach = min(usable, self._cut.through(reach))
+        reach = restorable(
+            reach,
+            usable,
+            self._cut.grid,
+            self._cut.chunk_tokens,
+            lambda chunks: any(self._strange(blocks[chunk], node) for chunk in chunks),
+        )
         spec = self._cut.spec(job, reach * self._cut.chunk_tokens)
         coverage = (Coverage(name, tuple(masks[:reach]), self._stride) for name, masks in found)
         return Placed(spec, tuple(coverage))
+
+    def _strange(self, block: int, node: int) -> bool:
+        stores = zip(self._names, (self._local[node], self._shared), strict=True)
+        return any(store.is_piece(block) for name, store in stores if name is not None)
 
     def served(self, job: Job, node: int) -> Mapping[str, Sequence[int]]:
         local, shared = self._names

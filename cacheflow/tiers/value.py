@@ -23,10 +23,6 @@ __all__ = ["FLAT", "CostValue", "Value", "chance_of_loading"]
 
 _SUFFIX_TOKENS: Final = 1024
 """What comes behind a prefix when it is used again, on average: an answer and a question."""
-_PIECE: Final = 0.1
-"""Chance, beside the others, of a tile's leading chunks where the rest of it was not there yet.
-Whoever comes back with more than that tile's rest computes it whole, for a piece would not be
-recomputed to the same bits; only a prompt that ends as soon as that again can load them."""
 _LEAST: Final = 0.01
 """Chance of what restores recompute: other sources may fail."""
 
@@ -122,7 +118,5 @@ def chance_of_loading(
         through = tile.stop // chunk_tokens
         spare = (chunks - through) * chunk_seconds - spent
         chance = max(exp(-max(spare, 0.0) / typical), _LEAST)
-        if tile.stop < grid.tile(tile.index).stop:
-            chance = max(chance * _PIECE, _LEAST)
         chances += [chance] * (through - len(chances))
     return tuple(chances)

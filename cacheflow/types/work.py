@@ -100,6 +100,10 @@ class Offering:
     resident: int = 0
     """Leading tokens whose KV is in memory: has to be the same on all ranks."""
 
+    def is_strange(self, chunks: range) -> bool:
+        """Whether any of ``chunks``, which follow one another, is strange."""
+        return bool(self.strange & (1 << chunks.stop) - (1 << chunks.start))
+
 
 @dataclass(frozen=True, slots=True)
 class TileWork:

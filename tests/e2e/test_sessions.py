@@ -139,8 +139,28 @@ async def test_branches_copy_the_tile_in_which_they_part(model_folder: Path) -> 
         branches = [await root.fork() for _ in endings]
         said, _, cells = await ask_all(branches, prompt, endings)
         assert said == cold
-        # The last chunk of the one's own, in the same tile, belongs to its restore.
-        assert cells == 499 // 16 * 16 * engine.layout.num_layers
+        assert cells == 490 // 16 * 16 * engine.layout.num_layers
+
+
+async def test_a_forgotten_turn_loads_all_that_was_stored(model_folder: Path) -> None:
+    """Turns end somewhere in a tile. What they left of it is loaded like everything else, only what
+    is stored nowhere is computed, and the answers are those of cold runs."""
+    async with opened(model_folder) as (flow, _):
+        session, history = flow.session("s"), []
+        for turn, new in enumerate((200, 60, 9, 150, 300)):
+            prompt = [*history, *text(new, turn)]
+            [cold] = await cold_runs(flow, prompt, [[]])
+            said, report = await ask(session, prompt, policy="load")
+            assert said == cold
+            # The last token of an answer has no KV yet.
+            stored, done = (len(history) or 1) - 1, report.restoration
+            stored -= stored % 16
+            assert done is not None
+            assert (done.prefix_tokens, done.suffix_tokens) == (stored, len(prompt) - stored)
+            assert sum(done.loaded_cells.values()) == stored * LAYERS
+            history = [*prompt, *said]
+            await flow.flush()
+            await session.forget()
 
 
 async def test_a_turn_that_joins_a_prefetch_says_the_same(model_folder: Path) -> None:

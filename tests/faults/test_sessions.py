@@ -223,7 +223,7 @@ async def test_closing_during_a_generation_ends_it(model_folder: Path, where: st
         if where == "save":
             assert len(await task) == 3
             assert report.saved is not None
-            assert report.saved["s"].dropped == 10
+            assert report.saved["s"].dropped == 6
             assert report.saved["s"].pending == 0
         else:
             with pytest.raises(ClosedError):

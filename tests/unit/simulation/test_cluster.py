@@ -76,21 +76,28 @@ def test_fixed_placement_deals_shares_out_from_the_end() -> None:
 
 
 def test_learned_placement_restores_what_was_left() -> None:
-    """Nothing at first; later the prefix up to the end of the tile with the last stored block, with
-    holes where blocks are not stored; at least one token is always computed."""
+    """Nothing at first; later the prefix up to the last stored block, with holes where blocks are
+    not stored; up to the end of that block's tile if it was stored as a whole, and the prompt has
+    it; at least one token is always computed."""
     placement = LearnedPlacement(CUT, 100, 2, shared="net", local="dram", local_blocks=2)
     first = named("a", (1, 2, 3))
     assert placement.place(first, 0).spec.prefix_tokens == 0
     placement.served(first, 0)
     placed = placement.place(named("b", (1, 2, 9)), 0)
-    assert placed.spec.prefix_tokens == 1536
+    assert placed.spec.prefix_tokens == 1024
     assert [each.channel for each in placed.coverage] == ["dram", "net"]
     dram, net = (list(map(bool, each.layers)) for each in placed.coverage)
-    assert net == [True, True, False]
-    assert dram == [True, True, False]
+    assert net == [True, True]
+    assert dram == [True, True]
     assert placement.place(first, 1).coverage[0].layers == (0, 0, 0)
     exact = Job("c", 0.0, 1024, hash_ids=(1, 2), leaves=(1, 2))
     assert placement.place(exact, 0).spec.prefix_tokens == 512
+    whole = LearnedPlacement(CUT, 100, 1, shared="net", shared_blocks=3)
+    whole.served(named("w", (1, 2, 3, 4)), 0)
+    for blocks, tokens in (((1, 2, 3, 4, 5), 2048), ((1, 2, 3, 9), 2048), ((1, 2, 3), 1536)):
+        placed = whole.place(named("v", blocks), 0)
+        assert placed.spec.prefix_tokens == tokens
+        assert len(placed.coverage[0].layers) == tokens // 512
 
 
 def test_block_stores_forget_the_least_recent() -> None:

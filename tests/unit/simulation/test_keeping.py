@@ -43,12 +43,14 @@ def test_planned_writes_leave_heads_out() -> None:
     assert store.look_up([0, 63]) == [False, True]
 
 
-def test_pieces_of_a_tile_are_written_again_with_all_of_it() -> None:
-    """A block that was computed as a piece is replaced when its tile is whole, once."""
+def test_a_piece_of_a_tile_remains_one() -> None:
+    """So does what is computed behind it: it was loaded, and the grid would have made other bits
+    of its tile. What the grid's own passes made is no piece."""
     store = BlockStore(None, keeping("cost-aware", "all"))
     assert store.add(range(3)) == [0, 1, 2]
-    assert store.add(range(4)) == [2, 3]
-    assert store.add(range(4)) == []
+    assert store.add(range(4)) == [3]
+    assert store.add(range(8)) == [4, 5, 6, 7]
+    assert [store.is_piece(block) for block in range(9)] == [False] * 2 + [True] * 6 + [False]
 
 
 def test_a_store_never_holds_more_than_its_capacity() -> None:

@@ -51,14 +51,6 @@ def test_what_is_recomputed_anyway_is_no_evidence() -> None:
     assert sum(value(0.01 * seconds).evidence(32)) < 9, "but for the last tile"
 
 
-def test_a_piece_of_a_tile_is_a_tenth_of_the_evidence() -> None:
-    """The next turn computes that tile whole, so hardly anybody loads what is stored of it."""
-    seconds = LAYOUT.payload_bytes() / (4 * 256 * 1.5e-6)
-    assert value(seconds).evidence(33)[32] == pytest.approx(0.1)
-    assert value(seconds).evidence(39)[24:32] == (1.0,) * 8
-    assert value(seconds).evidence(40)[32:] == (1.0,) * 8
-
-
 def test_unknown_speeds_count_every_use() -> None:
     """Nothing is taken for worthless before channels and compute were measured."""
     assert value(None).evidence(5) == (1.0,) * 5
