@@ -146,7 +146,8 @@ async def test_a_forgotten_turn_loads_all_that_was_stored(model_folder: Path) ->
     """Turns end somewhere in a tile. What they left of it is loaded like everything else, only what
     is stored nowhere is computed, and the answers are those of cold runs."""
     async with opened(model_folder) as (flow, _):
-        session, history = flow.session("s"), []
+        session = flow.session("s")
+        history: list[int] = []
         for turn, new in enumerate((200, 60, 9, 150, 300)):
             prompt = [*history, *text(new, turn)]
             [cold] = await cold_runs(flow, prompt, [[]])
