@@ -19,6 +19,7 @@ from cacheflow.types import LookedUp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from cacheflow.restore.job import Job
     from cacheflow.restore.restorer import Restorer
@@ -49,7 +50,9 @@ class Lookups:
     async def ask(self, job: Job, policy: Policy) -> int | None:
         """Ask every tier at once; give them a moment.
 
-        How many leading chunks can matter, by what is stored; None if unknown.
+        How many leading chunks can matter, by what is stored; None if unknown. Where some are late
+        it is a guess, if there can be no more between that and the end of the prompt than a piece
+        of a tile: for the missing end of that tile all of it would be computed.
 
         Ranks that restore together wait for the tiers, then for each other: only what all of them
         found counts.
@@ -60,11 +63,23 @@ class Lookups:
             found = offering(job.request, job.located, grid_id)
             job.agreed = agreed = await peers.meet(job.spec.id, found)
             return self._restorable(job, reach(agreed), agreed.is_strange)
-        if not await self._wait(job, policy, _GRACE if policy.begin(None) else _PATIENCE):
+        patience = _GRACE if policy.begin(None) else _PATIENCE
+        late = await self._wait(job, policy, patience)
+        if late is None:
             return None
         located = job.located.values()
         stored = max((each.reach for each in located), default=0)
+        if late:
+            return self._guessed(job, stored)
         return self._restorable(job, stored, partial(strange, located, grid_id))
+
+    def _guessed(self, job: Job, found: int) -> int | None:
+        """By what its session had; ``found``: chunks up to the last that is known to be stored."""
+        grid, size = self._restorer.recomputer.grid, job.spec.chunk_tokens
+        stored = max(found, job.request.had // size)
+        if not stored or stored * size <= grid.start(grid.index_at(job.spec.prefix_tokens - 1)):
+            return None
+        return stored
 
     def _restorable(self, job: Job, stored: int, is_strange: Callable[[range], bool]) -> int:
         grid, size = self._restorer.recomputer.grid, job.spec.chunk_tokens
@@ -80,12 +95,12 @@ class Lookups:
         coverage, stage = located.coverage(), self._restorer.stage
         return coverage if stage is None else stage.coverage(job, coverage)
 
-    async def _wait(self, job: Job, policy: Policy, patience: float) -> bool:
-        """Whether every tier has answered after ``patience`` seconds."""
+    async def _wait(self, job: Job, policy: Policy, patience: float) -> AbstractSet[str] | None:
+        """Tiers that have not answered in ``patience`` seconds; None: there is nothing to ask."""
         restorer = self._restorer
         wanted = policy.load(0.0, 1.0) or job.spec.fed
         if not (restorer.channels and job.spec.prefix_tokens and wanted):
-            return False
+            return None
         owing = self._owing if patience <= _GRACE else ()
         asking = {
             restorer.group.create_task(self._ask(job, name)): name for name in restorer.channels
@@ -96,7 +111,7 @@ class Lookups:
             await asyncio.wait(awaited, timeout=patience)
         late = {name for task, name in asking.items() if not task.done()}
         self._owing |= late
-        return not late
+        return late
 
     async def _ask(self, job: Job, name: str) -> None:
         """One tier; what it has counts as soon as it answers."""

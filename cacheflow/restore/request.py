@@ -38,6 +38,9 @@ class RestoreRequest:
     stamp: Stamp | None = None
     """Whose chunks are taken; None: the restorer's."""
 
+    had: int = 0
+    """Leading tokens of which its session had the KV once, so that they may be stored."""
+
     def spec(
         self, layout: KVLayout, grid: TileGrid, stored: int | None = None, *, fed: bool = False
     ) -> RequestSpec:

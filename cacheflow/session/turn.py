@@ -131,6 +131,7 @@ class Turn:
             self._ask.priority,  # it may have been raised meanwhile
             ask.deadline,
             self._tenant.stamp,
+            had=max(self._known - 1, 0),  # the last token of an answer never had any
         )
         self._opened.set()
         restoration = await flow.restorer.run(request, self._policy, kv.salvage)
