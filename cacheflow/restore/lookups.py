@@ -18,7 +18,7 @@ from cacheflow.tiers.restorable import restorable
 from cacheflow.types import LookedUp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
     from collections.abc import Set as AbstractSet
 
     from cacheflow.restore.job import Job
@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 _GRACE: Final = 0.01
 """Compute waits this long for lookups: a layer begun on nothing known cannot be taken back. Not for
 a tier that somebody has waited for in vain, until it answers again."""
+_SHARE: Final = 0.02
+"""... or for this share of what recompute alone would take, if that is longer: object stores answer
+late, and a prompt that is worth their while is long."""
 _PATIENCE: Final = 1.0
 """... and this long where the policy would not recompute what is stored."""
 
@@ -59,12 +62,12 @@ class Lookups:
         """
         peers, grid_id = self._restorer.peers, self._restorer.recomputer.grid_id
         if peers is not None:
-            await self._wait(job, policy, _PATIENCE)
+            await self._wait(job, policy, _PATIENCE, ())
             found = offering(job.request, job.located, grid_id)
             job.agreed = agreed = await peers.meet(job.spec.id, found)
             return self._restorable(job, reach(agreed), agreed.is_strange)
-        patience = _GRACE if policy.begin(None) else _PATIENCE
-        late = await self._wait(job, policy, patience)
+        owing = self._owing if policy.begin(None) else ()
+        late = await self._wait(job, policy, self._patience(job, policy), owing)
         if late is None:
             return None
         located = job.located.values()
@@ -72,6 +75,13 @@ class Lookups:
         if late:
             return self._guessed(job, stored)
         return self._restorable(job, stored, partial(strange, located, grid_id))
+
+    def _patience(self, job: Job, policy: Policy) -> float:
+        """Seconds."""
+        if not policy.begin(None):
+            return _PATIENCE
+        seconds = self._restorer.scheduler.recompute_seconds(job.spec)
+        return max(_GRACE, min(_SHARE * seconds, _PATIENCE))
 
     def _guessed(self, job: Job, found: int) -> int | None:
         """By what its session had; ``found``: chunks up to the last that is known to be stored."""
@@ -95,13 +105,15 @@ class Lookups:
         coverage, stage = located.coverage(), self._restorer.stage
         return coverage if stage is None else stage.coverage(job, coverage)
 
-    async def _wait(self, job: Job, policy: Policy, patience: float) -> AbstractSet[str] | None:
-        """Tiers that have not answered in ``patience`` seconds; None: there is nothing to ask."""
+    async def _wait(
+        self, job: Job, policy: Policy, patience: float, owing: Container[str]
+    ) -> AbstractSet[str] | None:
+        """Tiers that have not answered after ``patience`` seconds, during which those that are
+        ``owing`` are not waited for; None: there is nothing to ask."""
         restorer = self._restorer
         wanted = policy.load(0.0, 1.0) or job.spec.fed
         if not (restorer.channels and job.spec.prefix_tokens and wanted):
             return None
-        owing = self._owing if patience <= _GRACE else ()
         asking = {
             restorer.group.create_task(self._ask(job, name)): name for name in restorer.channels
         }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cacheflow.costs import ChannelModel, ComputeModel
     from cacheflow.scheduling.frontier import Frontier
     from cacheflow.scheduling.queue import Rank
-    from cacheflow.types import Tile, TileWork
+    from cacheflow.types import RequestSpec, Tile, TileWork
 
 __all__ = ["Ranking"]
 
@@ -103,6 +103,12 @@ class Ranking:
         known = [each for each in seconds if each is not None]
         speed = sum(model.bandwidth or 0.0 for model in self._outlook.channels.values())
         return (known, speed) if speed and len(known) == len(seconds) else None
+
+    def recompute_seconds(self, request: RequestSpec) -> float:
+        """What computing all of its prompt takes, nothing else being under way; 0 while unknown."""
+        compute = self._outlook.compute
+        tiles = (*request.tiles, *request.suffix)
+        return request.num_layers * sum(compute.layer_seconds(tile) or 0.0 for tile in tiles)
 
     def _rank(self, frontier: Frontier, resource: str, now: float) -> Rank:
         """As urgent as the most urgent of those that wait for its cells, and right before it."""

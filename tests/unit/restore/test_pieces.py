@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cacheflow.restore import RestoreRequest
+from cacheflow.restore import RestoreRequest, lookups
 from cacheflow.scheduling import load_policy
 from tests.unit.restore.test_restorer import TOKENS, rig
 
@@ -69,3 +69,23 @@ async def test_where_nobody_is_asked_the_session_says_nothing() -> None:
     async with rig() as r:
         done = await restored(r, STORED, "recompute")
         assert done.prefix_tokens == 496
+
+
+@pytest.mark.parametrize(("share", "prefix"), [(1e9, STORED), (0.0, 496)])
+async def test_long_prompts_wait_longer_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, share: float, prefix: int
+) -> None:
+    """For a share of what recompute takes, once that is known."""
+    async with rig(deadline=60) as r:
+        await restored(r, 0, "recompute")
+        await r.fill(STORED)
+
+        async def yielding() -> None:
+            for _ in range(100):
+                await asyncio.sleep(0)
+
+        r.store.before_lookup = yielding
+        monkeypatch.setattr(lookups, "_GRACE", 0.0)
+        monkeypatch.setattr(lookups, "_PATIENCE", 60.0)
+        monkeypatch.setattr(lookups, "_SHARE", share)
+        assert (await restored(r, 0)).prefix_tokens == prefix
