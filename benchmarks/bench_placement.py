@@ -6,7 +6,8 @@ between, at several shares of the working set. Requests are conversations in Moo
 (made up, or ``--trace FILE``). Stores go behind the requests, over a direction of the link of their
 own or (``-shared``, nvme) over the one that loads have. Then a small real run (placement_real.py):
 one engine, one nvme tier behind a link that loads and stores share, shorter conversations of the
-same kind, the same two placements at the same capacities.
+same kind, the same two placements at the same capacities; beside it those traces in virtual time
+(placement_replay.py).
 
     make bench-placement
 """
@@ -152,22 +153,27 @@ def tell(found: dict[str, Any]) -> None:
         names = [way.name for way in ENDS]
         title = "Mean TTFT in ms, measured"
         chunks = [f"chunks, {name}" for name in names]
-        heads = ["capacity", *names, "difference", "requests", *chunks]
+        heads = ["capacity", *names, "difference", "simulated", "requests", *chunks]
         show(title, heads, [_paired(entry) for entry in found["measured"]], _CAPTION)
 
 
 _CAPTION: Final = """difference: of the means, and the standard error of the mean of all traces
+simulated: the same for the very same traces in virtual time
 chunks: stored, left out by policy or tier, dropped"""
 
 
 def _paired(entry: dict[str, Any]) -> list[str]:
-    before, after = (entry["ttft"][way.name] for way in ENDS)
+    means = [f"{1e3 * statistics.mean(entry['ttft'][way.name]):.0f}" for way in ENDS]
+    chunks = [" / ".join(str(entry["chunks"][way.name][what]) for what in CHUNKS) for way in ENDS]
+    differences = [_difference(entry[run]) for run in ("ttft", "replayed")]
+    return [f"{entry['share']:.0%}", *means, *differences, str(entry["turns"]), *chunks]
+
+
+def _difference(ttft: dict[str, list[float]]) -> str:
+    before, after = (ttft[way.name] for way in ENDS)
     mean, pairs = statistics.mean(before), [b - a for a, b in zip(before, after, strict=True)]
     error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else float("nan")
-    means = [f"{1e3 * statistics.mean(each):.0f}" for each in (before, after)]
-    difference = f"{statistics.mean(pairs) / mean:+.1%} +- {error / mean:.1%}"
-    chunks = [" / ".join(str(entry["chunks"][way.name][what]) for what in CHUNKS) for way in ENDS]
-    return [f"{entry['share']:.0%}", *means, difference, str(entry["turns"]), *chunks]
+    return f"{statistics.mean(pairs) / mean:+.1%} +- {error / mean:.1%}"
 
 
 def _both(ttft: dict[str, float]) -> str:

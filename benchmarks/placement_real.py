@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from placement_replay import Replay
 from rich.console import Console
 from rich.progress import track
 from rigs import opened
@@ -69,13 +70,16 @@ class Played:
 async def measured(
     options: argparse.Namespace, ways: Sequence[Way], traces: Sequence[Sequence[Job]]
 ) -> list[dict[str, Any]]:
-    """One entry a capacity: mean TTFT by way and trace, and chunks. Every trace is played all ways,
-    in either order by turns; its capacity is a share of its own working set."""
+    """One entry a capacity: mean TTFT by way and trace, real and replayed, and chunks. Every trace
+    is played all ways, in either order by turns; its capacity is a share of its own working set."""
     played: defaultdict[tuple[float, str], Played] = defaultdict(Played)
     async with opened(options) as rig:
         plays = [_prompts(jobs, options.scale) for jobs in traces]
         longest = max((prompt for prompts in plays for prompt in prompts), key=len)
-        bandwidth = await balanced_bandwidth(rig, longest) * options.ratio
+        balanced = await balanced_bandwidth(rig, longest)
+        bandwidth = balanced * options.ratio
+        seconds = len(longest) * rig.engine.layout.token_bytes / balanced
+        replay = Replay(rig, len(longest), seconds, options.ratio)
         runs = list(product(options.shares, enumerate(plays)))
         for share, (number, prompts) in track(runs, "measured", console=Console(stderr=True)):
             capacity = max(1 << 20, round(share * _working_set(rig, prompts)))
@@ -84,6 +88,10 @@ async def measured(
     return [
         {
             "share": share,
+            "replayed": {
+                way.name: [replay.mean(each, share, way.eviction, way.writes) for each in plays]
+                for way in ways
+            },
             "turns": played[share, ways[0].name].turns,
             "ttft": {way.name: played[share, way.name].ttft for way in ways},
             "chunks": {way.name: dict(played[share, way.name].chunks) for way in ways},

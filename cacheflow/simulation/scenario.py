@@ -195,9 +195,10 @@ def simulate(
     """
     load_policy(policy)
     loop = EventLoop()
-    named = any(job.hash_ids for job in workload.first())
-    if named and scenario.chunk_tokens != 512:
-        raise ConfigError(f"--chunk {scenario.chunk_tokens}: traces name blocks of 512 tokens")
+    size, first = scenario.chunk_tokens, workload.first()
+    named = any(job.hash_ids for job in first)
+    if named and any(len(job.hash_ids) != -(-job.total_tokens // size) for job in first):
+        raise ConfigError(f"--chunk {size}: traces name blocks of 512 tokens")
     done: list[tuple[Record, FluidRequest]] = []
 
     def finished(placed: Placed, record: Record) -> None:

@@ -171,3 +171,11 @@ def test_traces_need_chunks_of_their_blocks() -> None:
     jobs = list(parse_trace(generate_trace(2), "t"))
     with pytest.raises(ConfigError, match="512 tokens"):
         simulate(replace(SCENARIO, chunk_tokens=256), Synthetic("t", jobs), "load")
+
+
+def test_blocks_of_another_size_are_played_where_chunks_are_as_large() -> None:
+    """What decides is how many blocks the requests name, not the number 512."""
+    ids = tuple(range(9))
+    jobs = [Job(str(i), 10.0 * i, 2304 - 1, hash_ids=ids, leaves=ids[:8]) for i in range(2)]
+    run = simulate(replace(SCENARIO, chunk_tokens=256), Synthetic("t", jobs), "load")
+    assert [record.prefix_tokens for record in run.records] == [0, 2048]
