@@ -115,5 +115,5 @@ class Fetching(Packing):
             hidden=reach.hidden,
         )
         frontier.start(load)
-        self._outlook.channel(channel).started(load.id, load.nbytes, now)
+        self._outlook.started(load, now)
         return load

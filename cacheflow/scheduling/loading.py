@@ -47,6 +47,18 @@ class Loading(Closing):
             return None
         if self._by_layers:
             return self._top_layer(channel, glance.now)
+        return self._worth_asking(channel, glance) or self._retry(channel, glance.now)
+
+    def _retry(self, channel: str, now: float) -> Reach | None:
+        """One load from a channel that is believed too slow, now and then; compute may overtake
+        it."""
+        if not self.policy.hedges or not (masks := self._allowed_from(0, channel)):
+            return None
+        reach = self._last_computed(channel, masks)
+        return reach if self._outlook.is_due(channel, reach.nbytes, now) else None
+
+    def _worth_asking(self, channel: str, glance: Glance) -> Reach | None:
+        """What is expected to be there sooner than recompute would have it."""
         ending = glance.ending
         if ending is not None:
             masks = {}

@@ -43,6 +43,11 @@ _FASTER: Final = 0.67
 """Of what was expected: below this an observation contradicts it."""
 _SLOWER: Final = 1.1
 """Above this the first load after a while does not confirm what was known."""
+_RETRY_SECONDS: Final = 1.0
+_RETRY_TIMES: Final = 4.0
+"""A channel that is believed too slow for anybody is asked all the same when it was last asked so
+long ago, and so many times what the answer is believed to take: nothing else would ever show that
+it is not slow any more. If it is, a fifth of it is used in vain."""
 _LAUNCH_MEMORY: Final = 0.1
 """How much of what is believed of passes one of them changes."""
 _INFINITE: Final = float("inf")
@@ -121,6 +126,7 @@ class Outlook:
         self._observed_at = -_INFINITE
         self.was_surprised = False
         """Compute was faster than believed when old knowledge was tried last."""
+        self._asked_at: dict[str, float] = {}
         self._delivered_at: dict[str, float] = {}
         self._deliveries: dict[str, int] = {}
         """Loads that each channel has delivered since it was silent for long, or much faster than
@@ -221,6 +227,11 @@ class Outlook:
 
     # -- loads ---------------------------------------------------------------------------------
 
+    def started(self, load: Load, now: float) -> None:
+        """A load was handed out."""
+        self._asked_at[load.channel] = now
+        self.channel(load.channel).started(load.id, load.nbytes, now)
+
     def ended(self, load: Load, now: float, *, delivered: bool) -> None:
         """A load ended; its channel's model learns from it."""
         model = self.channel(load.channel)
@@ -298,6 +309,14 @@ class Outlook:
         model = self.channels[channel]
         first = model.typical_bytes if model.is_guess else self._tried.get(channel, _INFINITE)
         return not model.in_flight and nbytes > first
+
+    def is_due(self, channel: str, nbytes: int, now: float) -> bool:
+        """Whether to ask ``channel`` for ``nbytes`` although it is believed to be too slow."""
+        model = self.channels[channel]
+        if model.in_flight or not model.bandwidth:
+            return False
+        silent = now - self._asked_at.get(channel, -_INFINITE)
+        return silent > max(_RETRY_SECONDS, _RETRY_TIMES * nbytes / model.bandwidth)
 
     def is_on_trial(self, channel: str) -> bool:
         """Whether one load has come later than what was known of the channel a while ago said: the

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import pytest
+
 from cacheflow.testing.virtual import Link, VirtualRun, make_spec
 from cacheflow.types import Coverage, TileGrid
 
@@ -30,10 +32,10 @@ def new_run(bandwidth: float, layer: float = LAYER) -> VirtualRun:
     return run
 
 
-def restore(run: VirtualRun, name: str) -> list[str]:
+def restore(run: VirtualRun, name: str, layers: int = LAYERS) -> list[str]:
     """The sources of all cells of one more restore."""
-    spec = make_spec(1024, 1025, layers=LAYERS, grid=TileGrid((), 512), request_id=name)
-    run.admit(spec, [Coverage("link", ((1 << LAYERS) - 1,) * 4, STRIDE)])
+    spec = make_spec(1024, 1025, layers=layers, grid=TileGrid((), 512), request_id=name)
+    run.admit(spec, [Coverage("link", ((1 << layers) - 1,) * 4, STRIDE)])
     run.run(name)
     run.settle()
     return [source for request, _, _, source in run.writes if request == name]
@@ -57,3 +59,26 @@ def test_compute_that_is_faster_than_believed_takes_its_share() -> None:
     """Fifty times faster: the first layer shows it, and compute goes on from there."""
     run = new_run(SLOW, LAYER / 50)
     assert restore(run, "a").count("recompute") > LAYERS / 2
+
+
+@pytest.mark.parametrize("layers", [2, 4, 8])
+@pytest.mark.parametrize("believed", [10, 30, 100])
+def test_a_link_that_was_slow_once_is_asked_again(layers: int, believed: int) -> None:
+    """Believed so slow that a short request has no use for one load of it: now and then one is
+    tried all the same, and then the link is used for what it is. Where it is as slow as believed
+    that costs nothing: compute overtakes the load."""
+    alone = 2 * layers * LAYER * (1 + 1 / 1024)
+    even = 4 * layers * STRIDE / (layers * 2 * LAYER)
+    for bandwidth in (3 * even, even / believed):
+        run = new_run(even / believed)
+        run.links["link"].bandwidth = bandwidth
+        counts = []
+        for name in "abc":
+            run.clock.advance(61.0)
+            start = run.clock.now()
+            counts.append(restore(run, name, layers).count("link"))
+            assert run.finished_at[name] - start < alone + 1e-6
+        if bandwidth > even:
+            assert min(counts[1:]) > layers
+        else:
+            assert max(counts) <= 1
