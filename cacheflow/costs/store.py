@@ -114,7 +114,7 @@ class CostStore:
                 self._complain(f"{self._path}: learned {kind} costs are stale; starting cold")
                 return None
             return record(**{name: value for name, value in entry.items() if name != "saved"})
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             self._complain(f"{self._path}: learned {kind} costs make no sense ({error})")
             return None
 
@@ -154,7 +154,10 @@ def _entries(data: bytes) -> dict[str, Any]:
 
 def _saved(entry: Any) -> float:
     saved = entry.get("saved") if isinstance(entry, dict) else None
-    return float(saved) if isinstance(saved, (int, float)) else 0.0
+    try:
+        return float(saved) if isinstance(saved, (int, float)) else 0.0
+    except OverflowError:  # an integer of any length is JSON
+        return 0.0
 
 
 def _digest(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from cacheflow.pool import messages
-    from cacheflow.pool.etcd import Etcd
+    from cacheflow.pool.etcd import Etcd, check_etcd_url
     from cacheflow.pool.frames import (
         FIRST_BODY,
         MAX_BODY,
@@ -39,6 +39,7 @@ __all__ = [
     "Target",
     "Transport",
     "TransportKind",
+    "check_etcd_url",
     "messages",
     "read_frame",
     "running",
@@ -60,6 +61,7 @@ _WHERE: Final = {
     "Target": "transport",
     "Transport": "transport",
     "TransportKind": "transport",
+    "check_etcd_url": "etcd",
     "read_frame": "frames",
     "running": "server",
     "watch_socket": "sockets",

@@ -82,6 +82,8 @@ class Directory:
         self._opening = 0
         """Bytes of slots that are being opened for clients."""
         self._promoting: dict[ObjectKey, asyncio.Task[None]] = {}
+        self._unwanted: set[ObjectKey] = set()
+        """Of these: deleted since the reading began."""
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
 
@@ -156,6 +158,7 @@ class Directory:
 
     def _promoted(self, key: ObjectKey, task: asyncio.Task[None]) -> None:
         del self._promoting[key]
+        self._unwanted.discard(key)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("reading %r in from disk failed", key, exc_info=error)
 
@@ -175,8 +178,11 @@ class Directory:
             filling.arrival.filled.cancel()
             raise
         slot.is_kept = True
+        is_there = is_there and key not in self._unwanted
         filling.arrival.filled.set_result(is_there)
         await filling.storing
+        if key in self._unwanted:
+            await self.tier.delete([key])
         self.counts["read_in"] += is_there
 
     # -- writing -------------------------------------------------------------------------------
@@ -276,6 +282,7 @@ class Directory:
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """From memory and from disk."""
+        self._unwanted.update(key for key in keys if key in self._promoting)
         for key in keys:
             if (slot := self.arena.find(key)) is not None:
                 slot.is_deleted = True

@@ -12,6 +12,7 @@ import json
 import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import urlsplit
 
 from cacheflow.errors import BackendError, ConfigError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from cacheflow.pool.settings import StoreSettings
 
-__all__ = ["Announcement", "Etcd"]
+__all__ = ["Announcement", "Etcd", "check_etcd_url"]
 
 _log = logging.getLogger(__name__)
 _SECONDS: Final = 3.0
@@ -87,6 +88,17 @@ class Etcd:
         if not isinstance(found, dict):
             raise BackendError("its answer is no object", operation=path, context=self._url)
         return found
+
+
+def check_etcd_url(url: str) -> str:
+    """``url``; raises ValueError if it is none of an etcd server, or holds what must not be
+    printed."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError("write it as http://host:2379")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("must hold no credentials, query or fragment")
+    return url
 
 
 class Announcement:

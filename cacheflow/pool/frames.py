@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIRST_BODY",
+    "FEW_VALUES",
     "MAX_BODY",
+    "MAX_VALUES",
     "PREFIX_BYTES",
     "PROTOCOL",
     "REPLY",
@@ -45,6 +47,14 @@ MAX_BODY: Final = 16 << 20
 """Bytes of a body."""
 FIRST_BODY: Final = 256 << 10
 """Bytes of a body from somebody who has not said who he is yet."""
+MAX_VALUES: Final = 1 << 18
+"""Values in the arrays of a body: each takes far more memory, and time of the event loop, than the
+byte that may stand for it."""
+FEW_VALUES: Final = 1 << 14
+"""In those of a request."""
+_LONGEST: Final = 1 << 16
+"""Of one array."""
+_FIELDS: Final = 32
 REPLY: Final = 0x80
 _MAGIC: Final = b"CF"
 _PREFIX: Final = struct.Struct(">2sBBII")
@@ -114,15 +124,39 @@ def decode_prefix(data: bytes, most: int = MAX_BODY) -> tuple[Kind, bool, int, i
     return kind, bool(code & REPLY), number, size
 
 
-def decode_body(body: bytes) -> dict[str, Any]:
-    """The map in ``body``; arrays are tuples.
+def decode_body(body: bytes, most: int = MAX_VALUES) -> dict[str, Any]:
+    """The map in ``body``; arrays are tuples, with ``most`` values in all.
 
     Raises:
         IntegrityError: it is anything else.
     """
+    left, maps = most, 0
+
+    def counted(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal left
+        left -= len(values)
+        if left < 0:
+            raise ValueError(f"over {most} values")
+        return values
+
+    def alone(fields: dict[str, Any]) -> dict[str, Any]:
+        nonlocal maps
+        maps += 1
+        if maps > 1:
+            raise ValueError("a map within another")
+        return fields
+
     try:
         fields = msgpack.unpackb(
-            body, use_list=False, raw=False, strict_map_key=True, max_ext_len=0
+            body,
+            use_list=False,
+            raw=False,
+            strict_map_key=True,
+            list_hook=counted,
+            object_hook=alone,
+            max_array_len=min(most, _LONGEST),
+            max_map_len=_FIELDS,
+            max_ext_len=0,
         )
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise IntegrityError(f"body is malformed: {error}") from None

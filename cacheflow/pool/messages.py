@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cacheflow.errors import IntegrityError
 from cacheflow.kv import MAX_HEADER_BYTES
-from cacheflow.pool.frames import Kind, decode_body, encode_frame
+from cacheflow.pool.frames import MAX_VALUES, Kind, decode_body, encode_frame
 
 __all__ = [
     "BATCH",
@@ -63,10 +63,11 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises IntegrityError, which names the field and what is wrong but repeats no value."""
+    def parse(cls, body: bytes, most: int = MAX_VALUES) -> Self:
+        """``most``: values in it. Raises IntegrityError, which names the field and what is wrong
+        but repeats no value."""
         try:
-            return cls.model_validate(decode_body(body))
+            return cls.model_validate(decode_body(body, most))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"]))[:200]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from cacheflow.errors import CacheFlowError, IntegrityError
 from cacheflow.kv import encode_header, parse_name
 from cacheflow.pool import messages as m
-from cacheflow.pool.frames import FIRST_BODY, Kind, read_frame
+from cacheflow.pool.frames import FEW_VALUES, FIRST_BODY, Kind, read_frame
 from cacheflow.pool.sockets import end_sending, watch_stream
 from cacheflow.types import ChunkKey
 
@@ -40,6 +41,12 @@ _GONE_SECONDS: Final = 30.0
 """A client whose machine is silent for so long is gone."""
 _REPLY_BYTES: Final = 4 << 20
 """Headers in one reply, about."""
+_ENTRY_BYTES: Final = 96
+"""What an entry counts for beside its header: replies are bounded in their values, too."""
+_SCANS: Final = 4
+"""Of one connection at once: what the oldest one listed is forgotten for a fifth."""
+_PLACES: Final = 1 << 32
+"""``after`` of a page is the number of its scan times this, and a place in what it listed."""
 
 
 class Refusal(Exception):
@@ -70,7 +77,8 @@ class Session:
         self._token = token
         self._instance = instance
         self._stat = stat
-        self._scanned: list[tuple[ObjectKey, bytes | None]] = []
+        self._scans: dict[int, list[tuple[ObjectKey, bytes | None]]] = {}
+        self._scan_numbers = itertools.count(1)
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._writer: asyncio.StreamWriter | None = None
         self._is_cut = False
@@ -140,7 +148,7 @@ class Session:
             raise IntegrityError("it said nothing")
         if frame.kind is not Kind.HELLO or frame.is_reply:
             raise IntegrityError(f"its first frame is {frame.kind.name}, not HELLO")
-        hello = m.Hello.parse(frame.body)
+        hello = m.Hello.parse(frame.body, FEW_VALUES)
         try:
             reply = await self._greet(hello)
         except Refusal as refusal:
@@ -206,7 +214,7 @@ class Session:
     async def _reply(self, frame: Frame) -> m.Message:
         if frame.is_reply or frame.kind not in m.REQUESTS:
             raise IntegrityError("it is no request")
-        request = m.REQUESTS[frame.kind].parse(frame.body)
+        request = m.REQUESTS[frame.kind].parse(frame.body, FEW_VALUES)
         directory = self._directory
         match request:
             case m.Lookup():
@@ -252,22 +260,30 @@ class Session:
         return m.LookupReply(found=tuple(answer))
 
     async def _scan(self, after: int) -> m.ScanReply:
+        number, at = divmod(after, _PLACES)
         if after == 0:
-            self._scanned = await self._directory.headers()
+            number, listed = next(self._scan_numbers), await self._directory.headers()
+            self._scans[number] = listed
+            while len(self._scans) > _SCANS:
+                del self._scans[next(iter(self._scans))]
+        elif (known := self._scans.get(number)) is not None:
+            listed = known
+        else:
+            raise Refusal("failed", "this scan is over, or too many came after it: begin another")
         page: list[bytes] = []
         left = _REPLY_BYTES
-        at = min(after, len(self._scanned))
-        while at < len(self._scanned) and left > 0:
-            key, header = self._scanned[at]
+        while at < len(listed) and left > 0:
+            key, header = listed[at]
             if header is None and (slot := self._directory.arena.find(key)) is not None:
                 header = slot.header
             if header is not None:
                 page.append(header)
                 left -= len(header)
             at += 1
-        if at >= len(self._scanned):
-            self._scanned, at = [], 0
-        return m.ScanReply(headers=tuple(page), after=at)
+        if at >= len(listed):
+            self._scans.pop(number, None)
+            return m.ScanReply(headers=tuple(page), after=0)
+        return m.ScanReply(headers=tuple(page), after=number * _PLACES + at)
 
 
 def _keys(names: Sequence[str]) -> list[ObjectKey]:
@@ -297,7 +313,7 @@ def _described(
         else:
             header = b"" if slot.generation in known else slot.header
             entry = (slot.generation, header, slot.offset)
-        nbytes += len(entry[1]) + 24
+        nbytes += len(entry[1]) + _ENTRY_BYTES
         if nbytes > 2 * _REPLY_BYTES:
             break
         entries.append(entry)

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheflow.environment import not_json, tell_unread, what_is_wrong
 from cacheflow.errors import ConfigError
+from cacheflow.pool.etcd import check_etcd_url
 from cacheflow.settings import TierSettings
 
 if TYPE_CHECKING:
@@ -104,9 +105,7 @@ class StoreSettings(BaseSettings):
     @field_validator("etcd")
     @classmethod
     def _is_url(cls, etcd: str | None) -> str | None:
-        if etcd is not None and not etcd.startswith(("http://", "https://")):
-            raise ValueError("write it as http://host:2379")
-        return etcd
+        return None if etcd is None else check_etcd_url(etcd)
 
     @field_validator("advertise")
     @classmethod

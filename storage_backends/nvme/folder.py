@@ -111,8 +111,13 @@ class StoreFolder:
         """Whoever may link a folder of ours to elsewhere has us write and remove files there.
 
         Raises:
-            ConfigError: one of the store's own folders is a link.
+            ConfigError: one of the store's own folders is a link, or no folder.
         """
+        for folder in (self.objects, self.temporary):
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError(
+                    f"{folder} is no folder: it was not made by a store; move it away"
+                )
         for folder in (self.objects, self.temporary, *(self.objects / fan for fan in self._fans())):
             if folder.is_symlink():
                 raise ConfigError(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import time
 from enum import IntEnum
 from typing import Final, TypeAlias
 
@@ -84,10 +85,18 @@ def greeting(secret: bytes) -> bytes:
     return _GREETING.pack(_HELLO, secret)
 
 
-def read_greeting(connection: Socket) -> bytes:
-    """The secret. Raises IntegrityError if this is no lane, OSError if it broke."""
-    data = bytearray(_GREETING.size)
-    receive(connection, memoryview(data))
+def read_greeting(connection: Socket, seconds: float) -> bytes:
+    """The secret, all of which has to be there after ``seconds``. Raises IntegrityError if this is
+    no lane, OSError if it broke."""
+    data, got, until = bytearray(_GREETING.size), 0, time.monotonic() + seconds
+    while got < len(data):
+        if (left := until - time.monotonic()) <= 0.0:
+            raise TimeoutError("it has not said whose it is")
+        connection.settimeout(left)
+        more = connection.recv_into(memoryview(data)[got:])
+        if not more:
+            raise ConnectionError("the connection ended")
+        got += more
     magic, secret = _GREETING.unpack(data)
     if magic != _HELLO:
         raise IntegrityError("not a lane of a CacheFlow pool")

@@ -10,6 +10,7 @@ from typing import Final
 from pydantic import Field, field_validator, model_validator
 
 from cacheflow.errors import ConfigError
+from cacheflow.pool import check_etcd_url
 from cacheflow.storage_backends.options import Options
 
 __all__ = ["Address", "PoolOptions", "parse_address", "read_token", "tls_context"]
@@ -69,6 +70,11 @@ class PoolOptions(Options):
             parse_address(dns)
         return dns
 
+    @field_validator("etcd")
+    @classmethod
+    def _is_url(cls, etcd: str | None) -> str | None:
+        return None if etcd is None else check_etcd_url(etcd)
+
     @model_validator(mode="after")
     def _one_way(self) -> PoolOptions:
         ways = [bool(self.peers), self.dns is not None, self.etcd is not None]
@@ -87,6 +93,8 @@ def parse_address(text: str) -> Address:
     if not colon or (":" in host and not host.startswith("[")):
         host, port = text, str(_DEFAULT_PORT)
     host = host.removeprefix("[").removesuffix("]")
+    if "@" in host:
+        raise ValueError("an address must hold no credentials")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"{text!r} is not host:port")
     return host, int(port)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
+import ssl
 import struct
 import threading
 from contextlib import suppress
@@ -23,8 +25,6 @@ from cacheflow.storage_backends.pool.lane import Operation, Status
 from cacheflow.tasks import all_or_nothing
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
     from cacheflow.pool import Access
     from cacheflow.types import Buffer
 
@@ -39,6 +39,11 @@ _GONE_SECONDS: Final = 30.0
 """A client that is silent, or takes nothing of what it is sent, for so long is cut off."""
 _CLOSE_SECONDS: Final = 2.0
 _MOST_LANES: Final = 2048
+_MOST_OF_ONE: Final = 64
+"""Lanes of one client; it opens about as many as it has cores, four at most."""
+_MOST_STRANGERS: Final = 64
+"""Connections that have not said whose they are. A client does so at once: where there are more,
+the one that has taken longest is cut."""
 
 
 class TcpTarget:
@@ -48,7 +53,7 @@ class TcpTarget:
     shuts_out = True
 
     def __init__(
-        self, listener: socket.socket, arena: Buffer, access: Access, tls: SSLContext | None
+        self, listener: socket.socket, arena: Buffer, access: Access, tls: ssl.SSLContext | None
     ) -> None:
         assert arena.view is not None
         self.port: int = listener.getsockname()[1]
@@ -57,16 +62,18 @@ class TcpTarget:
         self._access = access
         self._tls = tls
         self._lock = threading.Lock()
-        """Guards the two mappings: lanes come and go on threads of their own."""
+        """Guards the mappings: lanes come and go on threads of their own."""
         self._clients: dict[bytes, str] = {}
         self._lanes: dict[socket.socket, str] = {}
+        self._strangers: dict[threading.Thread, int] = {}
+        """Descriptors of connections that have not, in the order in which they came."""
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
         threading.Thread(target=self._accept, name="cacheflow-pool-accept", daemon=True).start()
 
     @classmethod
     async def listening(
-        cls, arena: Buffer, access: Access, host: str, port: int, tls: SSLContext | None
+        cls, arena: Buffer, access: Access, host: str, port: int, tls: ssl.SSLContext | None
     ) -> Self:
         """Raises ConfigError if the address cannot be used."""
         try:
@@ -122,42 +129,64 @@ class TcpTarget:
                 _log.warning("tcp transport: a lane is turned away: there are %d", _MOST_LANES)
                 connection.close()
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="cacheflow-pool-lane", daemon=True
-            )
-            self._threads.add(thread)
+            self._welcome(connection)
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """A thread for it, which may turn out to be a stranger's."""
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="cacheflow-pool-lane", daemon=True
+        )
+        with self._lock:
+            self._strangers[thread] = connection.fileno()
+            if len(self._strangers) > _MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                _cut_descriptor(self._strangers.pop(oldest))  # its thread ends then
+        self._threads.add(thread)
+        try:
             thread.start()
+        except RuntimeError as error:  # no more threads: this one is lost, the next may not be
+            _log.warning("tcp transport: a lane is turned away: %s", error)
+            self._end(thread, connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            connection = self._greeted(connection)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+            self._greet(connection)
             while True:
                 self._one(connection, *lane.read_request(connection))
         except (OSError, IntegrityError) as error:
             if isinstance(error, IntegrityError):
                 _log.warning("tcp transport: a lane is cut: %s", error)
         finally:
-            with self._lock:
-                self._lanes.pop(connection, None)
-            connection.close()
-            self._threads.discard(threading.current_thread())
+            self._end(threading.current_thread(), connection)
 
-    def _greeted(self, connection: socket.socket) -> socket.socket:
-        """The lane, once its client has said whose it is."""
+    def _end(self, thread: threading.Thread, connection: socket.socket) -> None:
+        with self._lock:
+            self._lanes.pop(connection, None)
+            self._strangers.pop(thread, None)
+        connection.close()
+        self._threads.discard(thread)
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Until the client of this lane has said whose it is."""
         connection.settimeout(_GREETING_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is not None:
-            connection = self._tls.wrap_socket(connection, server_side=True)
-        lane.prepare(connection, _GREETING_SECONDS)
-        secret = lane.read_greeting(connection)
+        if isinstance(connection, ssl.SSLSocket):
+            connection.do_handshake()
+        secret = lane.read_greeting(connection, _GREETING_SECONDS)
         lane.prepare(connection, 0)
         watch_socket(connection, _GONE_SECONDS)
         with self._lock:
             client = self._clients.get(secret)
             if client is None or self._closing.is_set():
                 raise IntegrityError("it does not say whose it is")
+            if sum(name == client for name in self._lanes.values()) >= _MOST_OF_ONE:
+                raise IntegrityError(f"its client has {_MOST_OF_ONE} lanes already")
+            self._strangers.pop(threading.current_thread(), None)
             self._lanes[connection] = client
-        return connection
 
     def _one(
         self,
@@ -196,6 +225,12 @@ def _cut(connection: socket.socket) -> None:
     """Whoever is blocked in a call on it comes back."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def _cut_descriptor(number: int) -> None:
+    """The same of a connection that another thread may be wrapping, and has not closed."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as again:
+        _cut(again)
 
 
 def _join(threads: list[threading.Thread], seconds: float) -> None:

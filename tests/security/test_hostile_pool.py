@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cacheflow.pool import Kind, messages
 from cacheflow.pool.frames import PREFIX_BYTES, decode_prefix, encode_frame
 from cacheflow.storage_backends.pool import lane
+from cacheflow.storage_backends.pool.target import ANSWER
 from cacheflow.testing.objects import make_object
 from cacheflow.testing.store_process import StoreProcess
 
@@ -47,6 +48,7 @@ class Client:
     def hello(self) -> messages.HelloReply:
         reply = self.ask(HELLO, Kind.HELLO)
         assert isinstance(reply, messages.HelloReply)
+        self.hello_reply = reply
         return reply
 
     def throw(self, data: bytes) -> None:
@@ -146,7 +148,11 @@ def test_any_numbers(store: StoreProcess, good: Client, data: st.DataObject) -> 
     with Client(store.port) as client:
         client.hello()
         for kind, request in requests:
-            assert type(client.ask(request, kind)) is messages.REPLIES[kind]
+            reply = client.ask(request, kind)
+            if isinstance(reply, messages.ErrorReply):  # of a scan that nobody has begun
+                assert (kind, reply.code) == (Kind.SCAN, "failed")
+            else:
+                assert type(reply) is messages.REPLIES[kind]
     check(good)
 
 
@@ -188,6 +194,54 @@ def test_a_slow_greeter_is_hung_up_on(store: StoreProcess, good: Client) -> None
             with suppress(ConnectionError):
                 assert client.socket.recv(1) == b""
     assert 2.0 < time.monotonic() - start < 9.0
+
+
+def test_strangers_on_the_data_port_take_little(store: StoreProcess, good: Client) -> None:
+    """Who says half of a lane's first words, byte after byte, is cut after five seconds in all, and
+    at once where many others come; whoever has something to say is heard meanwhile."""
+    start = time.monotonic()
+    with ExitStack() as stack:
+        [port, secret] = ANSWER.unpack(good.hello_reply.answer)
+        strangers = [stack.enter_context(Client(port)) for _ in range(200)]
+        late = [stack.enter_context(Client(port)) for _ in range(4)]
+        for each in late:
+            each.socket.settimeout(0.5)
+        lane_of_good = stack.enter_context(Client(port))
+        lane_of_good.socket.sendall(lane.greeting(secret))
+        lane_of_good.socket.sendall(lane.pack_request(lane.Operation.READ, 1, 0, 0))
+        assert lane_of_good.socket.recv(1 << 12) == lane.pack_reply(lane.Status.DENIED, 0)
+        cut = 0
+        for each in strangers[:100]:
+            with suppress(ConnectionError):
+                assert each.socket.recv(1) == b""
+            cut += 1
+        assert cut == 100
+        assert time.monotonic() - start < 4.0
+        while late:
+            for each in list(late):
+                try:
+                    each.socket.sendall(b"C")
+                    if each.socket.recv(1) == b"":
+                        late.remove(each)
+                except TimeoutError:
+                    pass
+                except OSError:
+                    late.remove(each)
+            assert time.monotonic() - start < 20.0
+    check(good)
+
+
+def test_one_client_has_few_lanes(store: StoreProcess, good: Client) -> None:
+    """The hundredth is cut."""
+    [port, secret] = ANSWER.unpack(good.hello_reply.answer)
+    with ExitStack() as stack:
+        for _ in range(100):
+            client = stack.enter_context(Client(port))
+            with suppress(OSError):
+                client.socket.sendall(lane.greeting(secret))
+        with suppress(ConnectionError):
+            assert client.socket.recv(1) == b""
+    check(good)
 
 
 def test_what_one_client_can_take_is_bounded(store: StoreProcess, good: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,18 @@ async def test_files_that_are_no_objects_are_left_alone(tmp_path: Path) -> None:
         assert secret.read_bytes() == make_object(1).data
     finally:
         await backend.aclose()
+
+
+@pytest.mark.allow_blocking  # the test itself makes files
+async def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    """Somebody else's: the store is not opened."""
+    kind = load_backend("nvme")
+    await (await kind.open({"path": str(tmp_path / "store"), "create": True})).aclose()
+    objects = tmp_path / "store" / "objects"
+    shutil.rmtree(objects)
+    objects.write_text("")
+    with pytest.raises(ConfigError, match="objects is no folder"):
+        await kind.open({"path": str(tmp_path / "store")})
 
 
 @pytest.mark.allow_blocking  # the test itself makes files

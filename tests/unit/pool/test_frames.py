@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cacheflow.errors import IntegrityError
 from cacheflow.pool import Frame, Kind, messages, read_frame
 from cacheflow.pool.frames import (
+    FEW_VALUES,
     FIRST_BODY,
     MAX_BODY,
     PREFIX_BYTES,
@@ -134,6 +135,10 @@ def test_no_fields_crash(data: st.DataObject) -> None:
     "body",
     [
         b"\x91" * 5000 + b"\x01",
+        msgpack.packb({"names": [[None] * 200] * 100}),
+        msgpack.packb({"names": [None] * (1 << 15)}),
+        msgpack.packb({"names": [{}] * 10}),
+        msgpack.packb({str(n): n for n in range(100)}),
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
@@ -146,9 +151,10 @@ def test_no_fields_crash(data: st.DataObject) -> None:
     ],
 )
 def test_hostile_bodies(body: bytes) -> None:
-    """Deep nesting, sizes that are not there, extension types, trailing bytes: all are refused."""
+    """Deep nesting, more values than any request has, sizes that are not there, extension types,
+    trailing bytes: all are refused."""
     with pytest.raises(IntegrityError):
-        decode_body(body)
+        decode_body(body, FEW_VALUES)
 
 
 def test_errors_repeat_no_value() -> None:

@@ -101,11 +101,13 @@ async def test_transports_that_are_opened_for_nobody_are_closed(
         ({"arena": 1 << 60}, "store setting arena: cannot have"),
         ({"spill": "/proc/nowhere"}, "store setting spill: .*cannot be made"),
         ({"etcd": "ftp://x", "advertise": "a:1"}, "store setting etcd: write it as http://"),
+        ({"etcd": "http://u:hunter2@x", "advertise": "a:1"}, "etcd: must hold no credentials"),
         ({"etcd": "http://x", "advertise": "a"}, "store setting advertise: write it as host:port"),
         ({"etcd": "http://x", "advertise": "a:x"}, "store setting advertise: write it as"),
     ],
 )
 async def test_what_cannot_be_used_is_named(settings: dict[str, Any], message: str) -> None:
     """By its setting, before anybody is let in or told."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         await serve(**settings)
+    assert "hunter2" not in str(raised.value)

@@ -13,7 +13,7 @@ import pytest
 from cacheflow.cli.checks import Verdict, _pool
 from cacheflow.errors import BackendError
 from cacheflow.memory import buffer_from
-from cacheflow.pool import messages
+from cacheflow.pool import messages, session
 from cacheflow.settings import TierSettings
 from cacheflow.storage_backends.pool import PoolBackend, tcp
 from cacheflow.storage_backends.pool.channel import Channel
@@ -93,6 +93,59 @@ async def test_what_the_arena_has_no_room_for_is_on_disk(tmp_path: Path) -> None
         on_disk = [each for each in objects if server.directory.arena.find(each.key) is None]
         assert len(on_disk) > 6
         assert await there(backend, on_disk) == []
+
+
+async def test_scans_side_by_side_list_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by what there was when it began; one that too many others came after is an error, and
+    never a short list."""
+    monkeypatch.setattr(session, "_REPLY_BYTES", 1)
+    objects = [make_object(number) for number in range(8)]
+    async with serving() as server, client(server) as backend:
+        for each in objects:
+            await store_all(backend, each)
+
+        async def scanned() -> int:
+            return len([info async for info in backend.scan()])
+
+        assert await asyncio.gather(*(scanned() for _ in range(session._SCANS))) == [8] * 4
+        [peer] = backend.members.up
+        first = await peer.ask(messages.Scan(after=0), messages.ScanReply)
+        for _ in range(session._SCANS):
+            await peer.ask(messages.Scan(after=0), messages.ScanReply)
+        for after in (first.after, 7, (1 << 63) - 1):
+            with pytest.raises(BackendError, match="begin another"):
+                await peer.ask(messages.Scan(after=after), messages.ScanReply)
+        assert await scanned() == 8
+
+
+async def test_what_is_deleted_while_it_is_read_in_stays_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From disk, by somebody who asked for it before."""
+    stored = make_object(1)
+    async with serving(spill=tmp_path) as server, client(server) as backend:
+        await store_all(backend, stored)
+        assert server.directory.spill is not None
+        await server.directory.spill.drain(10.0)
+    async with serving(spill=tmp_path) as server, client(server) as backend:
+        spill = server.directory.spill
+        assert spill is not None
+        real, reading, go_on = spill.read, asyncio.Event(), asyncio.Event()
+
+        async def slow(*arguments: Any) -> bool:
+            is_there = await real(*arguments)
+            reading.set()
+            await go_on.wait()
+            return is_there
+
+        monkeypatch.setattr(spill, "read", slow)
+        read = asyncio.create_task(there(backend, [stored]))
+        await reading.wait()
+        assert await backend.delete([stored.key]) == [True]
+        go_on.set()
+        assert await read == []
+        assert await backend.lookup([stored.key.chunk]) == [[]]
+        assert server.directory.arena.find(stored.key) is None
 
 
 async def test_bytes_that_are_not_those_promised_are_refused() -> None:

@@ -126,6 +126,10 @@ async def test_a_store_that_knows_no_common_transport_says_so() -> None:
     [
         ({}, "one of peers, dns and etcd"),
         ({"peers": ["a:1"], "dns": "b:1"}, "one of peers, dns and etcd"),
+        ({"etcd": "etcd://a:1"}, "'etcd': write it as http://"),
+        ({"etcd": "http://root:hunter2@a:1"}, "'etcd': must hold no credentials"),
+        ({"peers": ["root:hunter2@a:1"]}, "'peers': an address must hold no credentials"),
+        ({"dns": "root:hunter2@a:1"}, "'dns': an address must hold no credentials"),
         ({"peers": ["a:b"]}, "host:port"),
         ({"peers": ["a:1", "a:1"]}, "twice"),
         ({"peers": ["a:1"], "token": "secret"}, "'token': there is no such option"),
