@@ -110,6 +110,19 @@ def test_folders_are_told_apart(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
+def test_any_changed_byte_is_another_folder(tmp_path: Path) -> None:
+    """Wherever it is in a large file whose size stays: a tensor that was trained on, say."""
+    file, digests = tmp_path / "model.safetensors", set()
+    for at in (None, 1, 4 << 20, (6 << 20) + 12_345, (8 << 20) - 1):
+        folder_digest.cache_clear()
+        content = bytearray(8 << 20)
+        if at is not None:
+            content[at] = 1
+        file.write_bytes(content)
+        digests.add(folder_digest(str(tmp_path)))
+    assert len(digests) == 5
+
+
 def test_settings_and_a_requests_own_policy() -> None:
     """Unknown settings and policies vLLM cannot follow are refused by name; a request's hint is
     only a hint."""
