@@ -62,7 +62,7 @@ class StoreSettings(BaseSettings):
     eviction: Literal["lru", "s3fifo", "cost-aware"] = "cost-aware"
     ttl: float | None = Field(default=None, gt=0)
     """Seconds after which an object is gone, used or not."""
-    tenant_quota: ByteSize | None = Field(default=None, ge=1 << 16)
+    tenant_quota: ByteSize | None = Field(default=None, ge=1 << 20)
     """Most bytes of the arena for any one tenant; as much again on disk."""
     spill: Path | None = None
     """Folder of the disk tier; None: there is none."""
@@ -138,7 +138,7 @@ class StoreSettings(BaseSettings):
                 "capacity_bytes": max(capacity, 1 << 20),
                 "eviction": self.eviction,
                 "ttl": self.ttl,
-                "tenant_quota_bytes": self.tenant_quota and max(self.tenant_quota, 1 << 20),
+                "tenant_quota_bytes": self.tenant_quota,
                 "lease_seconds": _LOOKUP_LEASE,
                 "store_operations": _MOST_FILLING,
             }

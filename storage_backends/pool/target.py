@@ -15,6 +15,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self
 
@@ -37,6 +38,11 @@ _log = logging.getLogger(__name__)
 _GREETING_SECONDS: Final = 5.0
 _GONE_SECONDS: Final = 30.0
 """A client that is silent, or takes nothing of what it is sent, for so long is cut off."""
+_LEAST_RATE: Final = 256 << 10
+"""Bytes a second that a transfer has to make on top of that: it holds its slot as long as it lasts,
+and one that trickles would do so for ever."""
+_LOOK_SECONDS: Final = 5.0
+"""Between two looks for those."""
 _CLOSE_SECONDS: Final = 2.0
 _MOST_LANES: Final = 2048
 _MOST_OF_ONE: Final = 64
@@ -67,8 +73,11 @@ class TcpTarget:
         self._lanes: dict[socket.socket, str] = {}
         self._strangers: dict[threading.Thread, int] = {}
         """Descriptors of connections that have not, in the order in which they came."""
+        self._moving: dict[socket.socket, float] = {}
+        """Lanes at work, and when that has to be over."""
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
+        listener.settimeout(_LOOK_SECONDS)
         threading.Thread(target=self._accept, name="cacheflow-pool-accept", daemon=True).start()
 
     @classmethod
@@ -118,9 +127,18 @@ class TcpTarget:
     # -- on threads ----------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        look = time.monotonic()
         while not self._closing.is_set():
+            if (now := time.monotonic()) >= look:
+                look = now + _LOOK_SECONDS
+                for connection, until in list(self._moving.items()):
+                    if now > until:
+                        _log.warning("tcp transport: a lane is cut: it takes too long")
+                        _cut(connection)
             try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError as error:
                 if not self._closing.wait(0.1):  # out of descriptors, say: not in a tight circle
                     _log.warning("tcp transport: %s", error)
@@ -203,6 +221,7 @@ class TcpTarget:
             if is_write:
                 raise IntegrityError("a write to what is not its slot")
             raise ConnectionError("a read of what is not leased")  # its client waits for the bytes
+        self._moving[connection] = time.monotonic() + _GONE_SECONDS + nbytes / _LEAST_RATE
         try:
             view = self._view[offset : offset + nbytes]
             if is_write:
@@ -211,6 +230,7 @@ class TcpTarget:
                 lane.send(connection, lane.pack_reply(Status.OK, nbytes), more=nbytes > 0)
                 lane.send(connection, view)
         finally:
+            del self._moving[connection]
             hold.release()
         if is_write:
             lane.send(connection, lane.pack_reply(Status.OK, nbytes))

@@ -99,6 +99,7 @@ async def test_transports_that_are_opened_for_nobody_are_closed(
     ("settings", "message"),
     [
         ({"arena": 1 << 60}, "store setting arena: cannot have"),
+        ({"tenant_quota": 1 << 16}, "store setting tenant_quota: .*greater than or equal"),
         ({"spill": "/proc/nowhere"}, "store setting spill: .*cannot be made"),
         ({"etcd": "ftp://x", "advertise": "a:1"}, "store setting etcd: write it as http://"),
         ({"etcd": "http://u:hunter2@x", "advertise": "a:1"}, "etcd: must hold no credentials"),

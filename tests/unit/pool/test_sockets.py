@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cacheflow.memory import InFlight, buffer_from
@@ -34,6 +37,36 @@ class Open:
     ) -> Hold | None:
         self.hold.acquire()
         return self.hold
+
+
+async def test_a_client_that_trickles_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes a little now and then makes progress for ever, and would keep the slot as
+    long. Others are served."""
+    monkeypatch.setattr(target, "_GONE_SECONDS", 0.5)
+    monkeypatch.setattr(target, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(target, "_LEAST_RATE", 1 << 30)
+    access = Open()
+    store = await TcpTarget.listening(buffer_from(bytearray(MUCH)), access, "127.0.0.1", 0, None)
+    port, secret = ANSWER.unpack(await store.admit("client", b""))
+
+    def trickle() -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            ask = lane.pack_request(Operation.READ, 1, 0, MUCH)
+            connection.sendall(lane.greeting(secret) + ask)
+            connection.settimeout(20)
+            with suppress(ConnectionError):
+                for _ in range(MUCH):
+                    if not connection.recv(1 << 10):
+                        return
+                    time.sleep(0.002)
+
+    await asyncio.to_thread(trickle)
+    await idle(access.hold)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(lane.greeting(secret) + lane.pack_request(Operation.READ, 1, 0, 8))
+        got = await asyncio.to_thread(lane.receive_reply, connection, memoryview(bytearray(8)))
+        assert got is lane.Status.OK
+    await store.aclose()
 
 
 async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
