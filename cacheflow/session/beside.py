@@ -39,7 +39,7 @@ async def copy_beside(
     """
     size, grid = flow.engine.layout.chunk_tokens, flow.engine.grid
     whole = (len(prompt) - 1) // size
-    while flow.restorer.is_alone:
+    while whole and flow.restorer.is_alone:  # else there is nothing to copy, and many to look at
         found = [
             (chunks, -waits, n, source)
             for n, source in enumerate(flow.residents)
