@@ -92,7 +92,7 @@ class LoadDriver:
         except LoadFailed as error:
             outcome, reason, lost = error.outcome, str(error), error.chunks
             if outcome is LoadOutcome.CORRUPT:
-                self._distrust(load, job, lost)
+                restorer.group.create_task(self._distrust(load, job, lost))
         except TimeoutError:
             outcome, lost = LoadOutcome.LATE, load.chunks
             reason = f"not there after {restorer.load_deadline:g} s (setting load_deadline)"
@@ -137,14 +137,20 @@ class LoadDriver:
         importing = stage.engine.import_hidden(load.request_id, tile, published_parts(pieces, 1))
         await to_the_end(importing)
 
-    def _distrust(self, load: Load, job: Job, chunks: Sequence[int]) -> None:
-        """Tell the tier whose bytes were not what it says it stores."""
-        located = job.located[self.channel].of(load)
-        keys = {take.info.key for chunk in chunks for take in located.takes(chunk, load.layers)}
+    async def _distrust(self, load: Load, job: Job, chunks: Sequence[int]) -> None:
+        """Tell the tier whose bytes were not what it says it stores. Not where it says something
+        else by now: then the object was replaced while it was being read."""
+        located, tier = job.located[self.channel].of(load), self._restorer.channels[self.channel]
+        read = {take.info for chunk in chunks for take in located.takes(chunk, load.layers)}
         try:
-            self._restorer.channels[self.channel].distrust(list(keys))
+            async with asyncio.timeout(self._restorer.load_deadline):
+                with no_strays():
+                    found = await tier.lookup(list({info.key.chunk for info in read}))
+            there = {info for infos in found for info in infos}
+            if damaged := [info.key for info in read & there]:
+                tier.distrust(damaged)
         except Exception:  # a third party's backend may raise anything; the load has failed anyway
-            _log.exception("tier %s: was told of %d corrupt objects", self.channel, len(keys))
+            _log.exception("tier %s: was to hear of %d corrupt objects", self.channel, len(read))
 
     def _end(
         self,

@@ -8,6 +8,7 @@ list them again and takes the block anew. Lives on the depot's event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from cacheflow.memory import Lease
     from cacheflow.plugins.vllm.means import Means
     from cacheflow.plugins.vllm.sources import Source
-    from cacheflow.types import Buffer, Lent, Loan, Span, TransferResult
+    from cacheflow.types import Buffer, ChunkInfo, Lent, Loan, Span, TransferResult
 
 __all__ = ["Fetcher", "Held", "LoadFailed"]
+
+_log = logging.getLogger(__name__)
 
 
 class Held(Protocol):
@@ -158,8 +161,19 @@ class Fetcher:
         try:
             await loop.run_in_executor(self._means.threads, source.verify, layers, view)
         except CorruptPart as error:
-            self._means.tiers[source.tier].distrust([error.key])
+            await self._distrust(source.tier, error.info)
             raise LoadFailed("corrupt", f"corrupt: {error}") from error
+
+    async def _distrust(self, name: str, read: ChunkInfo) -> None:
+        """Not where the tier says something else of the object by now: it was replaced while it was
+        being read."""
+        tier = self._means.tiers[name]
+        try:
+            [there] = await tier.lookup([read.key.chunk])
+            if read in there:
+                tier.distrust([read.key])
+        except Exception:  # a third party's backend may raise anything; the load has failed anyway
+            _log.exception("tier %s: was to hear of a corrupt object", name)
 
 
 def _check_read(read: Read, result: TransferResult) -> None:

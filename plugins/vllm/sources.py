@@ -66,7 +66,7 @@ class Source:
             try:
                 verify(info, layers, data)
             except IntegrityError as error:
-                raise CorruptPart(info.key, str(error)) from error
+                raise CorruptPart(info, str(error)) from error
             return
         for part, take, layer in self._parts(layers):
             _verify_heads(take, layer, data[part.place : part.place + part.nbytes])
@@ -84,11 +84,11 @@ class Source:
 
 
 class CorruptPart(IntegrityError):
-    """Bytes of the object ``key`` are not what was stored."""
+    """Bytes of the object ``info`` are not what was stored."""
 
-    def __init__(self, key: ObjectKey, message: str) -> None:
+    def __init__(self, info: ChunkInfo, message: str) -> None:
         super().__init__(message)
-        self.key = key
+        self.info = info
 
 
 def source(tier: str, infos: Sequence[ChunkInfo], shard: Shard) -> Source | None:
@@ -119,4 +119,4 @@ def _verify_heads(take: Take, layer: int, data: memoryview) -> None:
         if found.to_bytes(8, "little") != info.checksums[at : at + 8]:
             head, half = divmod(number, 2)
             where = f"layer {layer}, head {take.heads.start + head}, {'V' if half else 'K'}"
-            raise CorruptPart(info.key, f"checksum of {where} does not match")
+            raise CorruptPart(info, f"checksum of {where} does not match")

@@ -108,5 +108,5 @@ def test_a_changed_bit_is_noticed(ranks: int, head: int) -> None:
             continue
         with pytest.raises(CorruptPart, match=f"layer 1.* head {head}|layer 1") as caught:
             read(objects, shard, Span(0, 3))
-        assert caught.value.key == info.key
+        assert caught.value.info.key == info.key
         read(objects, shard, Span(2, 3))
