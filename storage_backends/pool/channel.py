@@ -122,7 +122,7 @@ class Channel:
         await asyncio.wait([self._task])
 
     def _send(self, kind: Kind, request: messages.Message) -> int:
-        if self.ended.done():
+        if self.ended.done() or self._writer.is_closing():  # uvloop's raises RuntimeError then
             raise self._error(kind, "the connection is over")
         number = next(self._numbers) & 0xFFFFFFFF
         self._writer.write(request.frame(kind, number))

@@ -145,7 +145,8 @@ class Repair:
             await storing.aclose()
             guard.leave()
         if result.status is not TransferStatus.OK:
-            self._aside[hole.target.name] = time.monotonic() + _ASIDE
+            if result.status in (TransferStatus.FULL, TransferStatus.REFUSED):
+                self._aside[hole.target.name] = time.monotonic() + _ASIDE
             raise result.error or BackendError(f"it is {result.status}", operation="store")
         self._looking.found_at(hole.target, hole.info.key)
 
