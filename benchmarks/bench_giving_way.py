@@ -21,7 +21,7 @@ from unittest.mock import patch
 from placement_real import balanced_bandwidth, shared_link
 from rich.console import Console
 from rich.progress import track
-from rigs import model_name, model_options, opened, ratio, show, start
+from rigs import model_name, model_options, opened, random_prompt, ratio, show, start
 
 from cacheflow.cli.bench_rig import SUFFIX_TOKENS
 from cacheflow.session import CacheFlow
@@ -62,7 +62,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     chance, found = random.Random(options.seed), {way: list[float]() for way in WAYS}
     async with opened(options) as rig:
         tokens = options.tokens + SUFFIX_TOKENS
-        prompt = _prompt(chance, tokens)
+        prompt = random_prompt(chance, tokens)
         bandwidth = await balanced_bandwidth(rig, prompt) * options.ratio
         with tempfile.TemporaryDirectory() as folder:
             tier = shared_link(folder, bandwidth)
@@ -80,10 +80,6 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"model": model_name(options), "measured": found, "simulated": played}
 
 
-def _prompt(chance: random.Random, tokens: int) -> list[int]:
-    return [chance.randrange(320) for _ in range(tokens)]
-
-
 async def _first_token(flow: CacheFlow, name: str, prompt: list[int]) -> float:
     """Seconds to it. The session remains."""
     started, first = flow.clock.now(), 0.0
@@ -95,7 +91,7 @@ async def _first_token(flow: CacheFlow, name: str, prompt: list[int]) -> float:
 async def _beside(flow: CacheFlow, way: str, prompt: list[int], chance: random.Random) -> float:
     """TTFT of ``prompt`` while a new one is being stored, or just after that."""
     await flow.session("kept").forget()
-    await _first_token(flow, "new", _prompt(chance, len(prompt)))
+    await _first_token(flow, "new", random_prompt(chance, len(prompt)))
     if way == "alone":
         await flow.flush()
     first = await _first_token(flow, "kept", prompt)

@@ -25,7 +25,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from rigs import fair, load_options, show, start
+from rigs import fair, load_options, random_prompt, show, start
 
 from cacheflow.errors import CapacityError
 from cacheflow.plugins.transformers import TransformersEngine
@@ -80,7 +80,7 @@ class Load:
         self.record = Record()
         self._flow = flow
         self._seed = seed
-        self._system = [_text(random.Random(n), 96) for n in range(3)]
+        self._system = [random_prompt(random.Random(n), 96) for n in range(3)]
 
     async def run(self, seconds: float, sessions: int) -> None:
         """Until the time is over; turns under way end."""
@@ -110,7 +110,7 @@ class Load:
             history = list(self._system[chance.randrange(3)])
         elif chance.random() < 0.1:  # it goes back and says something else
             history = history[: chance.randrange(1, len(history))]
-        return history + _text(chance, chance.randrange(1, 120))
+        return history + random_prompt(chance, chance.randrange(1, 120))
 
     async def _turn(self, session: Session, prompt: list[int], chance: random.Random) -> None:
         """All of it, or cancelled at some time, or left after some tokens as by a disconnect."""
@@ -172,10 +172,6 @@ class Load:
         while time.monotonic() < end:
             self.record.rss.append(_rss())
             await asyncio.sleep(0.5)
-
-
-def _text(chance: random.Random, length: int) -> list[int]:
-    return [chance.randrange(320) for _ in range(length)]
 
 
 def _rss() -> int:

@@ -22,7 +22,7 @@ from unittest.mock import patch
 from placement_real import balanced_bandwidth, shared_link
 from rich.console import Console
 from rich.progress import track
-from rigs import model_name, model_options, numbers, opened, ratio, show, start
+from rigs import model_name, model_options, numbers, opened, random_prompt, ratio, show, start
 
 from cacheflow.session import CacheFlow, Generation
 from cacheflow.settings import Settings
@@ -56,7 +56,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     chance = random.Random(options.seed)
     found = []
     async with opened(options) as rig:
-        longest = _prompt(chance, max(options.histories) + options.new)
+        longest = random_prompt(chance, max(options.histories) + options.new)
         bandwidth = await balanced_bandwidth(rig, longest)
         settings = list(product(options.ratios, options.histories))
         for (name, share), history in track(settings, "turns", console=Console(stderr=True)):
@@ -72,10 +72,6 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"model": model_name(options), "new": options.new, "chunk": size, "turns": found}
 
 
-def _prompt(chance: random.Random, tokens: int) -> list[int]:
-    return [chance.randrange(320) for _ in range(tokens)]
-
-
 async def _turns(
     rig: Rig, options: argparse.Namespace, history: int, bandwidth: float, chance: random.Random
 ) -> dict[str, list[float]]:
@@ -86,7 +82,7 @@ async def _turns(
         async with CacheFlow.open(kept, engine=rig.engine) as flow:
             for number in range(options.rounds + 1):
                 for way in chance.sample(WAYS, len(WAYS)):
-                    session, prompt = flow.session(), _prompt(chance, history + options.new)
+                    session, prompt = flow.session(), random_prompt(chance, history + options.new)
                     async for _ in session.generate(prompt[:history], max_new_tokens=1):
                         pass
                     await flow.flush()

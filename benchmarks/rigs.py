@@ -56,6 +56,7 @@ __all__ = [
     "opened",
     "policy_of",
     "prompts_of",
+    "random_prompt",
     "ratio",
     "recomputed",
     "show",
@@ -193,6 +194,11 @@ async def recomputed(rig: Rig, prompt: Prompt, stack: AsyncExitStack) -> tuple[R
 def balanced(rig: Rig, prompt: Prompt, recompute: Run, compute_io: float) -> float:
     """Bandwidth at which loading takes ``1 / compute_io`` of what ``recompute`` took."""
     return rig.nbytes(prompt.prefix) * compute_io / recompute.restorations[0].restored_seconds
+
+
+def random_prompt(chance: random.Random, tokens: int) -> list[int]:
+    """Of a random model, of whose vocabulary it takes a part."""
+    return [chance.randrange(320) for _ in range(tokens)]
 
 
 def model_name(options: argparse.Namespace) -> str:

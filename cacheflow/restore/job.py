@@ -160,7 +160,7 @@ class Job:
         segments = []
         for tile, history in zip(self.spec.tiles, self.histories, strict=True):
             layers, copies = len(history.recomputed), history.copies
-            ours = all(info.canonical and info.grid_id == grid_id for info in copies)
+            ours = all(info.is_repeated(grid_id) for info in copies)
             known = layers == self.spec.num_layers or (bool(copies) and ours)
             packed = bool(layers) and is_packed(grid_id)
             lossy = packed or any(info.lossy for info in copies)

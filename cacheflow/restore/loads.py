@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cacheflow.restore.fetching import fetched
 from cacheflow.restore.transfer import LoadFailed, published_parts, verify_pieces
 from cacheflow.tasks import no_strays, to_the_end
+from cacheflow.tiers import tell_damaged
 from cacheflow.types import LoadEnded, LoadOutcome, Published
 
 if TYPE_CHECKING:
@@ -138,17 +139,13 @@ class LoadDriver:
         await to_the_end(importing)
 
     async def _distrust(self, load: Load, job: Job, chunks: Sequence[int]) -> None:
-        """Tell the tier whose bytes were not what it says it stores. Not where it says something
-        else by now: then the object was replaced while it was being read."""
+        """Tell the tier whose bytes were not what it says it stores."""
         located, tier = job.located[self.channel].of(load), self._restorer.channels[self.channel]
         read = {take.info for chunk in chunks for take in located.takes(chunk, load.layers)}
         try:
             async with asyncio.timeout(self._restorer.load_deadline):
                 with no_strays():
-                    found = await tier.lookup(list({info.key.chunk for info in read}))
-            there = {info for infos in found for info in infos}
-            if damaged := [info.key for info in read & there]:
-                tier.distrust(damaged)
+                    await tell_damaged(tier, read)
         except Exception:  # a third party's backend may raise anything; the load has failed anyway
             _log.exception("tier %s: was to hear of %d corrupt objects", self.channel, len(read))
 

@@ -22,7 +22,7 @@ def strange(located: Iterable[Located], grid_id: str, chunks: range) -> bool:
     """Whether any copy of ``chunks`` is not what is computed here, under ``grid_id``, bit for
     bit."""
     return any(
-        not (info.canonical and info.grid_id == grid_id)
+        not info.is_repeated(grid_id)
         for each in located
         for infos in each.chunks[chunks.start : chunks.stop]
         for info in infos
@@ -35,7 +35,7 @@ def offering(request: RestoreRequest, located: Mapping[str, Located], grid_id: s
     strange = lossy = 0
     for each in located.values():
         for chunk, infos in enumerate(each.chunks):
-            ours = all(info.canonical and info.grid_id == grid_id for info in infos)
+            ours = all(info.is_repeated(grid_id) for info in infos)
             strange |= (not ours) << chunk
             lossy |= any(info.lossy for info in infos) << chunk
     last = request.keys[-1].digest.hex()[:12] if request.keys else "none"

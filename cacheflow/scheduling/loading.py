@@ -52,7 +52,9 @@ class Loading(Closing):
     def _retry(self, channel: str, now: float) -> Reach | None:
         """One load from a channel that is believed too slow, now and then; compute may overtake
         it."""
-        if not self.policy.hedges or not (masks := self._allowed_from(0, channel)):
+        if not (self.policy.hedges and self._outlook.is_due(channel, 0, now)):
+            return None  # nearly always: what it could be asked for need not be looked for
+        if not (masks := self._allowed_from(0, channel)):
             return None
         reach = self._last_computed(channel, masks)
         return reach if self._outlook.is_due(channel, reach.nbytes, now) else None

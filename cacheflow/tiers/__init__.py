@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from cacheflow.tiers.archive import Imported, export_objects, import_objects
     from cacheflow.tiers.covering import Take, cover
+    from cacheflow.tiers.damage import tell_damaged
     from cacheflow.tiers.encoded import Encoded
     from cacheflow.tiers.guarded import Guarded
     from cacheflow.tiers.health import Ailment, Health, HealthLimits
@@ -39,6 +40,7 @@ __all__ = [
     "import_objects",
     "locate",
     "stores_at_once",
+    "tell_damaged",
     "try_tiers",
 ]
 
@@ -60,6 +62,7 @@ _WHERE: Final = {
     "import_objects": "archive",
     "locate": "located",
     "stores_at_once": "write_behind",
+    "tell_damaged": "damage",
     "try_tiers": "opening",
 }
 

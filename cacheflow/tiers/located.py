@@ -129,7 +129,7 @@ async def locate(
         whole_blocks, hidden = stamp.auth is not None, None
         if boundary is not None:
             exact = tuple(
-                tuple(info for info in infos if info.canonical and info.grid_id == grid_id)
+                tuple(info for info in infos if info.is_repeated(grid_id))
                 for infos in all_usable(boundary)
             )
             hidden = Located(channel, exact, boundary, whole_blocks)

@@ -132,6 +132,10 @@ class ChunkInfo:
     mac: bytes = b""
     """The tag of the header, the tags above included; empty without them."""
 
+    def is_repeated(self, grid_id: str) -> bool:
+        """Whether recompute under ``grid_id`` gives these bits."""
+        return self.canonical and self.grid_id == grid_id
+
     def layer_offset(self, layer: int) -> int:
         """Byte offset inside the object of absolute ``layer``'s block."""
         if layer not in self.key.layers:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cacheflow.errors import ClosedError
 from cacheflow.plugins.vllm.sources import CorruptPart
+from cacheflow.tiers import tell_damaged
 from cacheflow.types import Extent, Read, TransferStatus
 
 if TYPE_CHECKING:
@@ -165,13 +166,8 @@ class Fetcher:
             raise LoadFailed("corrupt", f"corrupt: {error}") from error
 
     async def _distrust(self, name: str, read: ChunkInfo) -> None:
-        """Not where the tier says something else of the object by now: it was replaced while it was
-        being read."""
-        tier = self._means.tiers[name]
         try:
-            [there] = await tier.lookup([read.key.chunk])
-            if read in there:
-                tier.distrust([read.key])
+            await tell_damaged(self._means.tiers[name], [read])
         except Exception:  # a third party's backend may raise anything; the load has failed anyway
             _log.exception("tier %s: was to hear of a corrupt object", name)
 

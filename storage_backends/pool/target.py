@@ -131,10 +131,7 @@ class TcpTarget:
         while not self._closing.is_set():
             if (now := time.monotonic()) >= look:
                 look = now + _LOOK_SECONDS
-                for connection, until in list(self._moving.items()):
-                    if now > until:
-                        _log.warning("tcp transport: a lane is cut: it takes too long")
-                        _cut(connection)
+                self._cut_slow(now)
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
@@ -148,6 +145,12 @@ class TcpTarget:
                 connection.close()
                 continue
             self._welcome(connection)
+
+    def _cut_slow(self, now: float) -> None:
+        for connection, until in list(self._moving.items()):
+            if now > until:
+                _log.warning("tcp transport: a lane is cut: it takes too long")
+                _cut(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         """A thread for it, which may turn out to be a stranger's."""

@@ -16,7 +16,7 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheflow.types import Read
+    from cacheflow.types import ChunkInfo, ChunkKey, Read
 
 
 @pytest.mark.parametrize("replaced", [True, False])
@@ -36,9 +36,9 @@ async def test_only_what_is_damaged_is_distrusted(
         def hear(keys: Sequence[ObjectKey]) -> None:
             told.extend(keys)
 
-        async def counted(*arguments: object) -> object:
+        async def counted(keys: Sequence[ChunkKey]) -> list[Sequence[ChunkInfo]]:
             nonlocal lookups
-            found = await lookup(*arguments)  # type: ignore[arg-type]
+            found = await lookup(keys)
             lookups += 1
             return found
 
